@@ -45,12 +45,13 @@ from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
+from memo.schedule.step import Op, Step, Unit
+from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
-from memo.swap.steps import LANES, SENT, Step, Unit, is_forward, is_of_states
 
 
 def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,8 +167,8 @@ class GPT:
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
         # of each bucket the last step that adds to its gradients
-        self.last_to_add = {self.bucket_of(step): step.key for step in self.swap.steps
-                            if step.kind.startswith(("embedding backward", "backward", "add"))}
+        self.last_to_add = {self.bucket_of(step): step for step in self.swap.steps
+                            if step.op in (Op.EMBED_BACKWARD, Op.BACKWARD, Op.ADD)}
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -240,7 +241,8 @@ class GPT:
         for bucket in list(self.arriving) if swap.placement.lent else ():
             self.arrive(bucket)  # lent before anything here is computed with it
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
-        self.follow([step for step in swap.steps if is_forward(step.kind)] if trains else swap.evaluation)
+        self.follow({step: waits for step, waits in swap.steps.items() if not step.back}
+                    if trains else swap.evaluation)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
@@ -264,45 +266,42 @@ class GPT:
         if self.swap.placement.lent:
             # helpers add to these before the home's own first backward, which zeroes them where nobody helps
             self.swap.buffers["key_gradients"].zero_()
-        self.follow([step for step in self.swap.steps if not is_forward(step.kind)], done)
+        self.follow({step: waits for step, waits in self.swap.steps.items() if step.back}, done)
         if not self.cfg.has_embedding:
             done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
 
-    def follow(self, steps: list[Step], done: Callable[[int], None] = lambda bucket: None,
+    def follow(self, steps: Schedule, done: Callable[[int], None] = lambda bucket: None,
                head: Callable[[int, torch.Tensor], None] | None = None) -> None:
         """Executes steps of the schedule: the host launches them in their order, and the waits between
         streams are theirs. done(bucket): see backward(). head(subsequence, last layer's output): what to do
         in the place of the head."""
         complete: list[int] = []
         B, T = self.shape
-        self.swap.begin(steps[0])
-        for step in steps:
-            if step.is_message:
-                self.swap.wait(step)
-                self.swap.launch(step, f"{step.kind} {self.swap.name(step.unit)}", self.exchange, step)
-                continue
-            if is_of_states(step.kind):
-                self.swap.wait(step)
-                label = f"{step.kind} {self.bucket_names[step.unit[0] + 1]}"
-                self.swap.launch(step, label, *self.source.work_of(step))
-                continue
-            if step.stream != "compute":
-                self.swap.wait(step)
-                self.swap.launch(step)  # a copy
+        self.swap.begin(next(iter(steps)))
+        for step, waits in steps.items():
+            if not step.computes:
+                self.swap.wait(step, waits)
+                if step.is_message:
+                    self.swap.launch(step, self.swap.label(step), self.exchange, step)
+                elif step.of_states:
+                    label = f"{step.kind} {self.bucket_names[step.unit.layer + 1]}"
+                    self.swap.launch(step, label, *self.source.work_of(step))
+                else:
+                    self.swap.launch(step)  # a copy
                 continue
             # Only now, when the prefetch that waited for the unit before is queued: copies start before
             # messages.
             while complete:
                 done(complete.pop())
             bucket = self.bucket_of(step)
-            self.swap.wait(step)  # for the copies that this step reads, or writes over
+            self.swap.wait(step, waits)  # for the copies that this step reads, or writes over
             if bucket is not None:
                 self.arrive(bucket)  # its new parameters may still be on their way from other ranks
-            if step.kind == "head":
+            if step.op is Op.HEAD:
                 self.arrive(0)  # the embedding's matrix may serve there
             label, *work = self.work_of(step, head)
             self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
-            if bucket is not None and self.last_to_add.get(bucket) == step.key:
+            if bucket is not None and self.last_to_add.get(bucket) == step:
                 complete.append(bucket)
         self.swap.end()
         while complete:
@@ -311,25 +310,29 @@ class GPT:
     def bucket_of(self, step: Step) -> int | None:
         """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
         norm's. None: those of another stage."""
-        if step.unit[1] in self.swap.placement.guest_of:
+        if step.unit.subsequence in self.swap.placement.guest_of:
             return None
-        layer, _ = step.unit
-        others = {"embedding": 0, "embedding backward": 0, "head": len(self.blocks) + 1}
-        return others.get(step.kind, layer + 1)
+        others = {Op.EMBED: 0, Op.EMBED_BACKWARD: 0, Op.HEAD: len(self.blocks) + 1}
+        return others.get(step.op, step.unit.layer + 1)
 
     def exchange(self, step: Step) -> None:
         """What a stage sends to another one, or receives from there; the step's stream waits for it."""
-        if step.kind.startswith((*LANES,)):
-            axis, sends = self.mesh.lanes[step.stream], step.kind.startswith(SENT)
+        if step.peer is not None:
+            axis = self.mesh.lanes[step.stream]
             tensors = self.swap.lending.message(step, self.swap.whole, self.layer_params)
-            (axis.send if sends else axis.receive)(*tensors).wait()
+            (axis.send if step.op is Op.SEND else axis.receive)(*tensors).wait()
             return
         # all rows of the subsequence, also those that helpers compute: these come home first
         x, y = self.swap.whole[step.unit]
-        message, t = {"receive": (self.mesh.before.x.receive, x), "send": (self.mesh.behind.x.send, y),
-                      "receive gradient": (self.mesh.behind.dx.receive, y),
-                      "send gradient": (self.mesh.before.dx.send, x)}[step.kind]
-        message(t).wait()
+        match step.op, step.back:
+            case Op.RECEIVE, False:
+                self.mesh.before.x.receive(x).wait()
+            case Op.SEND, False:
+                self.mesh.behind.x.send(y).wait()
+            case Op.RECEIVE, True:
+                self.mesh.behind.dx.receive(y).wait()
+            case Op.SEND, True:
+                self.mesh.before.dx.send(x).wait()
 
     def layer_params(self, layer: int) -> torch.Tensor:
         """Of a layer of this stage, flat."""
@@ -340,31 +343,31 @@ class GPT:
         plan. `head`: see follow()."""
         layer, i = step.unit
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
-        if step.kind.startswith("add"):
+        if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.lending.add, step, self.bucket_grads[layer + 1]
         block, turn = self.of_unit(step.unit)
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
-        match step.kind:
-            case "embedding":
+        match step.op:
+            case Op.EMBED:
                 return f"embedding{alone}", self.edges.embed, self.tokens[i], self.positions[i], whole[0]
-            case "forward":
+            case Op.FORWARD:
                 return f"forward {name}", self.unit_forward, block, x, s, turn, y
-            case "head" if head is not None:
+            case Op.HEAD if head is not None:
                 return f"reader{alone}", head, i, whole[1]
-            case "head":
+            case Op.HEAD:
                 label = "evaluation head" if self.scale is None else "head"
                 mean = B * T, self.scale, self.loss  # over the rows of all subsequences
                 return f"{label}{alone}", self.edges.head, whole[1], self.targets[i], *mean
-            case "recompute":
+            case Op.RECOMPUTE:
                 return f"recompute {name}", block.recompute, s, turn, swap.missing[k]
-            case "sweep":
+            case Op.SWEEP:
                 x = swap.input_of_sweep(step.unit)
                 return f"sweep {name}", block.sweep, s, x, turn
-            case "backward":
+            case Op.BACKWARD:
                 return f"backward {name}", self.unit_backward, block, y, s, turn, x, self.zeroed(step.unit)
-            case "embedding backward":
+            case Op.EMBED_BACKWARD:
                 return f"embedding backward{alone}", self.edges.embed_backward, self.tokens[i], (
                     self.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")

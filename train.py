@@ -59,8 +59,8 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.report import report_step
 from memo.run import Run, open_run, prepare_run
+from memo.schedule.spans import busy_s, length_s, stall_s
 from memo.signals import StopSignal, interruptible
-from memo.swap.spans import busy_s, length_s, stall_s
 from memo.weights import hf_tensors
 from model import GPT, initial_weights
 from trace_step import trace_step

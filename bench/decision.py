@@ -43,8 +43,8 @@ from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
 from memo.profiler import MeasuredUnit
+from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows, placed
-from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")

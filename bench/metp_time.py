@@ -28,7 +28,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.plots import plain
 from memo.profiler import layer_rates
-from memo.swap.streams import open_streams
+from memo.schedule.streams import open_streams
 from model import GPT, initial_weights
 from testing.ranks import pool
 

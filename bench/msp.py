@@ -13,7 +13,7 @@ from statistics import mean
 from unittest.mock import patch
 
 from bench.machine import machine
-from memo.swap.spans import busy_s, length_s
+from memo.schedule.spans import busy_s, length_s
 from testing.ranks import pool
 from testing.stages import LAYERS, helped_config, simulated_bubble, slept
 

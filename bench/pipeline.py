@@ -19,7 +19,7 @@ from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
 from memo.config import Config
 from memo.loggers import read_metrics
-from memo.swap.spans import busy_s, length_s
+from memo.schedule.spans import busy_s, length_s
 from testing.ranks import pool
 from testing.stages import slept
 

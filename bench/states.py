@@ -43,9 +43,9 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.optim import Optimizer
 from memo.plots import BLUE, GREEN, GREY, plain, timeline
+from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.swap.buffers import copy_bytes
 from memo.swap.placing import place_rows
-from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
 from model import GPT, initial_weights
 from testing.turns import AROUND, RACES, WAITS, Racing
 

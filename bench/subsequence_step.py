@@ -22,9 +22,9 @@ from memo.memory import plan_memory
 from memo.optim import Optimizer
 from memo.planner.caching import planned_rectangles, segment_starts
 from memo.plots import REGION_COLORS, plain, pyplot
+from memo.schedule.streams import open_streams
 from memo.subsequences import subsequence_lengths
 from memo.swap.placing import placed
-from memo.swap.streams import open_streams
 from model import GPT, initial_weights
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 

@@ -33,9 +33,9 @@ from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
 from memo.parallel.rendezvous import validate_programs
 from memo.plots import plain
+from memo.schedule.streams import open_streams
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
-from memo.swap.streams import open_streams
 from model import GPT, initial_weights
 
 RESULTS = Path(__file__).parent / "results"

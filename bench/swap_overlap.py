@@ -26,8 +26,8 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows
-from memo.swap.streams import CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CFG = Config(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")

@@ -16,14 +16,13 @@ from memo.config import Config
 from memo.decide import STALL, Placed, Rates, Room, decide, problems_of
 from memo.estimate.step_seconds import Ends, stage_seconds
 from memo.layer import tensors_of
-from memo.parallel.pp import times_of_stages
+from memo.schedule.simulate import times_of_stages
+from memo.schedule.step import Step
 from memo.stages import head_share
 from memo.subsequences import subsequence_lengths, unit_rows
 from memo.swap.alpha import AlphaProblem
-from memo.swap.periods import steps_of
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, rests
-from memo.swap.steps import Step
 
 WORTH = 1.01  # times what a stage copies alone: a smaller gain is not worth the simulations
 PART_HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
@@ -83,14 +82,10 @@ def copied(placed: Placed) -> int:
     return plan.host_bytes if plan else 0
 
 
-def schedules_of(placements: Sequence[Placement]) -> list[list[Step]]:
-    return [steps_of(p.fates, p.n_layer, p.subsequences, p.order) for p in placements]
-
-
 def micro_batch_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
     """Seconds of a micro batch."""
     seconds = [stage.seconds(p) for stage, p in zip(stages, placements, strict=True)]
-    every = times_of_stages(schedules_of(placements), lambda k, step: seconds[k](step))
+    every = times_of_stages([p.schedule() for p in placements], lambda k, step: seconds[k](step))
     return max(end for one in every for _, end in one.spans.values())
 
 

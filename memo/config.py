@@ -264,7 +264,7 @@ class Config:
     @property
     def edges_come(self) -> bool:
         """Whether embedding and head do so too: not where both have one matrix, which both ends need. Beside
-        a single layer they stay (memo/swap/layer_states.py: coming)."""
+        a single layer they stay (memo/schedule/program.py: coming)."""
         return self.layers_come and not self.tie_embeddings
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, model_parameters
-from memo.swap.layer_states import coming
+from memo.schedule.program import coming
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from memo.config import Config
 from memo.errors import ConfigError
 
 # for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
-# memo/swap/streams.py are of the other pool
+# memo/schedule/streams.py are of the other pool
 MOST_COMMUNICATORS = 31
 LANES = 2  # communicators of two stages that compute for each other: one for each direction
 

@@ -38,18 +38,17 @@ from memo.launch import Launch
 from memo.msp import Help, shares_lines
 from memo.optim import Optimizer
 from memo.parallel.mesh import open_lanes
-from memo.parallel.pp import in_one_order
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
+from memo.schedule.simulate import in_one_order
+from memo.schedule.streams import Streams
 from memo.sharing import shared
 from memo.stages import pipeline_line
 from memo.subsequences import subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placing import rests, swaps_layers
-from memo.swap.schedule import evaluation, schedule
 from memo.swap.slab import host_bytes
-from memo.swap.streams import Streams
 
 if TYPE_CHECKING:
     from model import GPT
@@ -174,8 +173,9 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
         placement, swap_plan = together[cfg.stage]
     model.reserve(B, T, placement, **how)
     if cfg.msp:  # whose stages would post messages in orders of their own
-        orders = [in_one_order([make(*p.scheduled) for p, _ in together]) for make in (schedule, evaluation)]
-        model.swap.set_steps(*(stages[cfg.stage] for stages in orders))
+        steps, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
+                             for trains in (True, False))
+        model.swap.set_steps(steps, evaluation)
     return Decision(placement, swap_plan, rates, limit)
 
 

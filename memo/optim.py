@@ -14,7 +14,7 @@ piece of each bucket:
 With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded the sums
 of a layer's gradients are kept in pieces, and its parameters are made of the master weights whenever they are
 needed; with states=host both go to the host, and come from there. So the bucket of a layer has no place of
-its own on the device: see memo/swap/layer_states.py, and Optimizer.work_of, which does these steps.
+its own on the device: see memo/schedule/program.py, and Optimizer.work_of, which does these steps.
 Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
@@ -32,8 +32,8 @@ from memo.flat import Location, Piece, boxes, bucket_views, is_shared, joined, s
 from memo.launch import rank_name
 from memo.parallel.axis import Works
 from memo.parallel.tp import local
+from memo.schedule.step import Moved, Op, Step
 from memo.staging import Staging
-from memo.swap.steps import Step
 
 if TYPE_CHECKING:
     from model import GPT
@@ -283,13 +283,13 @@ class Optimizer:
 
     def work_of(self, step: Step) -> tuple:
         """(function, argument) of a step that brings a layer's parameters, or moves its gradients."""
-        k = step.unit[0] + 1
-        if step.kind.startswith("prefetch weight gradients"):
+        k = step.unit.layer + 1
+        if step.moved is Moved.WEIGHTS:
+            return self.bring_weights, k
+        if step.op is Op.PREFETCH:
             return self.bring_sums, k, k in self.left  # not those of the step before
-        if step.kind == "offload weight gradients":
-            self.left.add(k)
-            return self.leave, k
-        return self.bring_weights, k
+        self.left.add(k)
+        return self.leave, k
 
     def bring_weights(self, k: int) -> None:
         """Makes the parameters of bucket k those of the master weights."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memo.plots import GREY, RED, pyplot, store
-from memo.swap.spans import Span, busy_s, length_s, sent_and_received, stall_s
+from memo.schedule.spans import Span, busy_s, length_s, sent_and_received, stall_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -94,9 +94,9 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> None:
-    """Draw one step's spans (memo/swap/streams.py), layer by layer: as a Chrome trace, which Perfetto opens,
-    and as a PNG with a row for each stream that has some. Red is the time that the compute stream waited for
-    copies."""
+    """Draw one step's spans (memo/schedule/streams.py), layer by layer: as a Chrome trace, which Perfetto
+    opens, and as a PNG with a row for each stream that has some. Red is the time that the compute stream
+    waited for copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
     streams = {s.stream for s in shown}
     rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]

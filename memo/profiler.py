@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.schedule.step import Unit
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -91,7 +92,7 @@ def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, devi
                host: Axis) -> MeasuredUnit:
     """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
     have run."""
-    s, (_, y) = swap.units[0, i], swap.between[0, i]
+    s, (_, y) = swap.units[Unit(0, i)], swap.between[Unit(0, i)]
     generator = torch.Generator(device).manual_seed(i)
 
     forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)

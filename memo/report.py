@@ -26,7 +26,7 @@ from memo.origin import differences
 from memo.out_dir import is_locked, lock, rescues
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
-from memo.swap.spans import Span, on_one_clock
+from memo.schedule.spans import Span, on_one_clock
 from memo.tokenizer import encode_text, load_tokenizer
 
 if TYPE_CHECKING:

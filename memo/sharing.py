@@ -17,12 +17,12 @@ from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import n_rows, tensors_of
 from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, helpers, shares_of
+from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import placed
 from memo.swap.shared_bytes import SharedBytes, shared_regions
-from memo.swap.steps import BACK, Step
 
 FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
 
@@ -79,9 +79,9 @@ def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
         best = FASTER * alone_s, 0.0, 0
         for n in range(1, len(pieces) + 1):
             those = [piece._replace(together=n) for piece in pieces[:n]]
-            forward = max(seconds[stage](("lend", "pass"), piece, "") for piece in those)
-            back = max(seconds[stage](kinds, piece, BACK) for piece in those
-                       for kinds in (("lend", "pass"), ("repay", "return")))
+            forward = max(seconds[stage]((Moved.LOAN, Moved.ROWS), piece, False) for piece in those)
+            back = max(seconds[stage](way, piece, True) for piece in those
+                       for way in ((Moved.LOAN, Moved.ROWS), (Moved.REPAYMENT, Moved.RESULTS)))
             best = min(best, (*fastest_part(rates.units[x], forward, back, n, pieces[0].turns), n))
         _, part, n = best
         if n:
@@ -89,17 +89,18 @@ def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
     return found
 
 
-def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[str], Help, str], float]:
+def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved], Help, bool], float]:
     """-> what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
-    layer, beside those of the others at the same time; `end`: of the steps' kinds."""
+    layer, beside those of the others at the same time, in the forward or `back`."""
     assert home.ends is not None
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
-        return lambda kinds, piece, end: 0.0
+        return lambda moved, piece, back: 0.0
     sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
 
-    def seconds(kinds: Sequence[str], piece: Help, end: str) -> float:
-        steps = [Step(f"{kind} {piece.helper}{end}", (0, piece.subsequence)) for kind in kinds]
+    def seconds(moved: Sequence[Moved], piece: Help, back: bool) -> float:
+        unit = Unit(0, piece.subsequence)
+        steps = [Step(Op.SEND, unit, what, back, piece.helper) for what in moved]
         together = max(piece.turns, piece.together)
         return fsum(lanes.seconds(sizes.sent(step), step, together) for step in steps)
     return seconds

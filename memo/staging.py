@@ -1,5 +1,5 @@
 """The ways between a model's device and an optimizer in host memory: gradients come down, weights go up.
-Those of layers that come for each pass (memo/swap/layer_states.py) are steps of the schedule; of all others:
+Those of layers that come for each pass (memo/schedule/program.py) are steps of the schedule; of all others:
 
     backward    the gradients of a bucket, complete and summed over the data ranks, leave on the offload
                 stream while the layers below compute
@@ -28,11 +28,11 @@ from memo.device import free_bytes
 from memo.errors import warn
 from memo.flat import staged_bytes
 from memo.formulas import parameters
+from memo.schedule.step import Step
+from memo.schedule.streams import CpuStream, Event, Streams, Timeline
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab, host_bytes
-from memo.swap.steps import Step
-from memo.swap.streams import CpuStream, Event, Streams, Timeline
 
 if TYPE_CHECKING:
     from memo.optim import Range
@@ -71,7 +71,7 @@ class HostWeights:
 
     def work_of(self, step: Step) -> tuple:
         """(function, argument) of a step that brings a layer's parameters."""
-        return self.bring_weights, step.unit[0] + 1
+        return self.bring_weights, step.unit.layer + 1
 
     def bring_weights(self, k: int) -> None:
         """Copies the parameters of bucket k to the device."""

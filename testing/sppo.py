@@ -10,11 +10,12 @@ import torch
 from memo.config import Config
 from memo.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
 from memo.optim import Optimizer
+from memo.schedule.spans import Span
+from memo.schedule.step import Moved, Op, Step
+from memo.schedule.streams import CpuMark, CpuStream, Streams, Timeline
 from memo.subsequences import subsequence_lengths
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
-from memo.swap.spans import Span
-from memo.swap.streams import CpuMark, CpuStream, Streams, Timeline
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -105,7 +106,8 @@ def on_device(swap: Swap, spans: list[Span]) -> list[int]:
     for unit, tensors in swap.units.items():
         made = sum(t.nbytes for t in vars(tensors).values() if isinstance(t, torch.Tensor))
         events.append((ends[f"forward {swap.name(unit)}"], made))
-        left = sum(mine.nbytes for mine, there in swap.pairs.get(("offload", unit), ())
+        offload = Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)
+        left = sum(mine.nbytes for mine, there in swap.pairs.get(offload, ())
                    if there.data_ptr() in slab)
         if left:
             events.append((ends[f"offload {swap.name(unit)}"], -left))

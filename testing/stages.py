@@ -9,20 +9,19 @@ from unittest.mock import patch
 
 import torch
 
-from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.edges import Edges
 from memo.layout import stage_of
 from memo.msp import Shares, even_parts, shares_of
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import open_lanes, open_mesh
-from memo.parallel.pp import times_of_stages
+from memo.schedule.simulate import times_of_stages
+from memo.schedule.spans import Span
+from memo.schedule.step import Op, Step
 from memo.swap.placing import placed
-from memo.swap.schedule import Step
-from memo.swap.spans import Span
 from model import GPT
 
-WORK = {"forward": 1.0, "backward": 2.0}  # of a unit of a whole subsequence
+WORK = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}  # of a unit of a whole subsequence
 LAYERS = 80  # those of the 65B model
 
 
@@ -45,10 +44,10 @@ def simulated_bubble(cfg: Config) -> float:
                                          for k in range(cfg.pp)]
 
     def seconds(k: int, step: Step) -> float:
-        if step.kind not in WORK:
+        if step.op not in WORK:
             return 0.0
-        return WORK[step.kind] * placements[k].rows(placements[k].number[step.unit]) * N / cfg.block_size
-    times = times_of_stages(schedules_of(placements), seconds)
+        return WORK[step.op] * placements[k].rows(placements[k].number[step.unit]) * N / cfg.block_size
+    times = times_of_stages([p.schedule() for p in placements], seconds)
     end = max(end for one in times for _, end in one.spans.values())
     return end / (sum(WORK.values()) * cfg.n_layer / cfg.pp * N) - 1
 
@@ -66,8 +65,8 @@ def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Sp
 
     def sleep(work: float, block: object, x: torch.Tensor, *others: object) -> None:
         time.sleep(work * forward_s * x.numel() / x.shape[-1] / rows)
-    units: dict[str, Any] = {f"unit_{way}": staticmethod(partial(sleep, work))
-                             for way, work in WORK.items()}
+    units: dict[str, Any] = {f"unit_{op.value}": staticmethod(partial(sleep, work))
+                             for op, work in WORK.items()}
     nothing: dict[str, Any] = dict.fromkeys(("embed", "head", "embed_backward"), lambda *args: None)
     with patch.multiple(GPT, **units), patch.multiple(Edges, **nothing):
         for _ in range(passes):

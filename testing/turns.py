@@ -13,8 +13,8 @@ import torch
 from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.optim import Optimizer
+from memo.schedule.streams import CpuMark, CpuStream, Event, Streams, Timeline
 from memo.swap.placing import place_rows
-from memo.swap.streams import CpuMark, CpuStream, Event, Streams, Timeline
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -32,17 +32,20 @@ RACES: dict[str, tuple[dict, dict]] = {  # (keys of the config, fields of the Pl
                       dict(stream="copied", n_buffers=6))}
 # {what is waited for: who does it}, of one subsequence; of four with two buffers and with more of them than a
 # layer has units; of four whose keys and values are made again; with a copied stream
-UNITS = {"computed": "compute", "done": "compute"}
-COPIES = UNITS | {"offloaded": "offload", "prefetched": "prefetch"}
-STREAM = {"stream offloaded": "offload", "stream prefetched": "prefetch", "gradient offloaded": "offload"}
-GRADIENT = {"gradient prefetched": "prefetch", "head computed": "compute"}
-KEYS_MADE = {"head computed": "compute", "input prefetched": "prefetch", "swept": "compute"}
-STATES = {"prefetch weights done": "prefetch", "prefetch weight gradients back done": "prefetch",
-          "offload weight gradients done": "offload"}
-SWEPT = KEYS_MADE | {"prefetch weights back done": "prefetch"}
-EDGES = {"prefetch weight gradients done": "prefetch", "embedding done": "compute"}  # embedding and head come
+UNITS = {"forward": "compute", "backward": "compute"}
+COPIES = UNITS | {"offload": "offload", "prefetch": "prefetch"}
+STREAM = {"offload stream": "offload", "prefetch stream": "prefetch", "offload gradient": "offload"}
+GRADIENT = {"prefetch gradient": "prefetch", "head": "compute"}
+KEYS_MADE = {"prefetch input": "prefetch", "sweep": "compute"}
+STATES = {"prefetch weights": "prefetch", "prefetch weight gradients back": "prefetch",
+          "offload weight gradients": "offload"}
+SWEPT = KEYS_MADE | {"prefetch weights back": "prefetch"}
+# embedding and head come
+EDGES = {"prefetch weight gradients": "prefetch", "embedding": "compute", "head": "compute",
+         "embedding backward": "compute"}
 WAITS = {"one": COPIES, "four": COPIES,
-         "four, six buffers": UNITS | {"keys offloaded": "offload", "keys prefetched": "prefetch"},
+         "four, six buffers": UNITS | {"prefetch": "prefetch", "offload keys": "offload",
+                                       "prefetch keys": "prefetch"},
          "four, keys made": COPIES | KEYS_MADE, "four, stream copied": COPIES | STREAM | GRADIENT,
          "states host": COPIES | SWEPT | STATES | EDGES, "states sharded": UNITS | STATES,
          "five in order": COPIES | GRADIENT}
@@ -67,7 +70,7 @@ class ByTurns(CpuStream):
     def launch(self, label: str, work: Callable, *args: Any) -> None:
         self.put(partial(work, *args))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, label: str = "") -> None:
         if event.mark is not None and event.name.rpartition(" ")[0] != self.removed:
             self.put(lambda: None, event.mark)
 

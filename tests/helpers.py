@@ -16,7 +16,7 @@ from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_lanes, open_mesh
-from memo.parallel.pp import other_end, times_of_stages
+from memo.schedule.simulate import times_of_stages
 from model import initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -173,13 +173,29 @@ def validate_stages(schedules):
 
 def validate_queues(schedules):
     """Errors: ValueError: as times_of_stages(), of stages that do one message after the other."""
-    def in_a_queue(stage, steps):
-        before = ()
-        for step in steps:
-            if other_end(step.kind, stage):
-                step, before = step._replace(waits=step.waits + before), (step.key,)
-            yield step
-    validate_stages([[*in_a_queue(stage, steps)] for stage, steps in enumerate(schedules)])
+    def in_a_queue(steps):
+        before = {}
+        for step, waits in steps.items():
+            yield step, waits | before if step.is_message else waits
+            before = {step: None} if step.is_message else before
+    validate_stages([dict(in_a_queue(steps)) for steps in schedules])
+
+
+def unaware(steps, step, wait):
+    """The schedule, of which one step does not wait for another."""
+    return steps | {step: {other: place for other, place in steps[step].items() if other != wait}}
+
+
+def changed_places(steps, a, b):
+    """The schedule, of which two steps are in each other's place."""
+    other = {a: b, b: a}
+    return {step: steps[step] for step in (other.get(step, step) for step in steps)}
+
+
+def lacking(steps, gone):
+    """The schedule without a step, for which nobody waits."""
+    return {step: {other: place for other, place in waits.items() if other != gone}
+            for step, waits in steps.items() if step != gone}
 
 
 def refusal(check, *what):

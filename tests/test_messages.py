@@ -27,10 +27,10 @@ from memo.parallel.rendezvous import (
     Wait,
     validate_programs,
 )
+from memo.schedule.streams import open_streams
+from memo.schedule.waits import schedule
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
-from memo.swap.schedule import schedule
-from memo.swap.streams import open_streams
 from model import GPT
 from tests.helpers import LLAMA, degrees_of
 

@@ -14,7 +14,7 @@ from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.metp import groups_of_heads, own_and_others, pieces_of
 from memo.parallel.visits import Visits
 from memo.planner.rehearsal import FakeArena
-from memo.swap.streams import open_streams
+from memo.schedule.streams import open_streams
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, mesh_of, perturbed_weights

@@ -29,14 +29,13 @@ from memo.load_config import load_config
 from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
-from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
 from memo.profiler import MeasuredUnit
+from memo.schedule.program import Fates, units_in_order
+from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
+from memo.schedule.waits import schedule
 from memo.sharing import decided_shares, even_shares, shared, with_shares
 from memo.subsequences import slice_lengths, subsequence_lengths
-from memo.swap.schedule import Fates, evaluation, schedule, units_in_order
 from memo.swap.shared_bytes import SharedBytes
-from memo.swap.steps import LANES, is_message
-from memo.swap.validator import validate_schedule
 from model import GPT
 from testing.paper import SPPO
 from testing.ranks import pool
@@ -45,14 +44,18 @@ from tests.helpers import (
     CPU,
     argv,
     bound_arena,
+    changed_places,
+    lacking,
     mesh_of,
     random_batch,
     refusal,
+    unaware,
     validate_queues,
     validate_stages,
 )
 from tests.helpers import step as loss_of_step
 from tests.layouts import agree, build, gradients, layout_keys, on_ranks, step_alone
+from tests.replay import validate_schedule
 
 
 def test_who_helps_whom_is_the_table_of_the_paper():
@@ -137,16 +140,16 @@ def pipelines(n, seed):
 def test_the_schedules_of_all_stages_meet_with_one_queue_a_stage():
     crossed = 0
     for stages in pipelines(15, seed=1):
-        for make, trains in ((schedule, True), (evaluation, False)):
-            made = [make(*stage) for stage in stages]
+        for trains in (True, False):
+            made = [schedule(*stage, trains=trains) for stage in stages]
             validate_stages(made)
-            for stage in stages:
-                validate_schedule(make(*stage), *stage, trains=trains)
+            for steps, stage in zip(made, stages, strict=True):
+                validate_schedule(steps, *stage, trains=trains)
             crossed += refusal(validate_queues, made) == STAGES_CIRCLE
             ordered = in_one_order(made)
             validate_queues(ordered)
             for a, b, stage in zip(made, ordered, stages, strict=True):
-                assert sorted(a) == sorted(b)
+                assert a == b  # as tables: their orders may differ
                 validate_schedule(b, *stage, trains=trains)
     assert crossed > 20  # not so as each stage has its messages by itself
 
@@ -156,14 +159,13 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
     for stages in pipelines(3, seed=2):
         for stage in stages:
             steps = schedule(*stage)
-            for k, step in enumerate(steps):
-                for wait in step.waits:
-                    if step.is_message or is_message(wait):
-                        less = step._replace(waits=tuple(w for w in step.waits if w != wait))
-                        why = refusal(validate_schedule, [*steps[:k], less, *steps[k + 1:]], *stage)
+            for step, waits in steps.items():
+                for wait in waits:
+                    if step.is_message or wait.is_message:
+                        why = refusal(validate_schedule, unaware(steps, step, wait), *stage)
                         assert why is not None, (step, wait)
                         seen.add(why)
-                        pairs.add((step.kind.split(" ")[0], wait[0].split(" ")[0]))
+                        pairs.add((step.kind.split(" ")[0], wait.kind.split(" ")[0]))
     assert len(seen) > 5, seen
     # what comes to a helper for the next unit but one, behind what leaves it of this one
     assert {("borrow", "return"), ("take", "repay")} <= pairs
@@ -175,18 +177,15 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
         schedules = [schedule(*stage) for stage in stages]
         for k, steps in enumerate(schedules):
             lanes = {}
-            for n, step in enumerate(steps):
+            for step in steps:
                 if step.is_message:
-                    lanes.setdefault(step.stream, []).append(n)
+                    lanes.setdefault(step.stream, []).append(step)
             for at in lanes.values():
                 a, b = random.Random(k).sample(at, 2) if len(at) > 1 else (at[0], at[0])
-                mutant = [*steps]
-                mutant[a], mutant[b] = mutant[b], mutant[a]
-                gone = [step._replace(waits=tuple(w for w in step.waits if w != steps[a].key))
-                        for step in steps[:a] + steps[a + 1:]]
+                mutant, gone = changed_places(steps, a, b), lacking(steps, a)
                 for changed in (mutant, gone) if a != b else (gone,):
                     why = refusal(validate_stages, [*schedules[:k], changed, *schedules[k + 1:]])
-                    assert why in (AS_SENT, MET, STAGES_CIRCLE), steps[a]
+                    assert why in (AS_SENT, MET, STAGES_CIRCLE), a
                     seen.add(why)
     assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
@@ -280,16 +279,17 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
             model.reserve(1, cfg.block_size)
             swap = model.swap
             sizes = SharedBytes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
-            for step in (step for step in swap.steps if step.kind.startswith((*LANES,))):
+            for step in (step for step in swap.steps if step.is_message and step.peer is not None):
                 tensors = swap.lending.message(step, swap.whole, model.layer_params)
                 assert sum(t.nbytes for t in tensors) == sizes.sent(step) > 0
-                sent[step.kind, stage, step.unit] = [(t.numel(), t.dtype) for t in tensors]
+                sent[stage, step] = [(t.numel(), t.dtype) for t in tensors]
             schedules.append((swap.steps, swap.evaluation))
             model.close()
         for those in zip(*schedules, strict=True):
             validate_stages(those)
-        assert sent and all(sent[*other_end(kind, stage), unit] == tensors
-                            for (kind, stage, unit), tensors in sent.items())
+        ends = {(stage, step): other_end(stage, step) for stage, step in sent}
+        assert sent and all(sent[end.stage, step._replace(op=end.op, peer=end.peer)] == sent[stage, step]
+                            for (stage, step), end in ends.items())
 
 
 # --- gradients ---

@@ -15,8 +15,8 @@ from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
+from memo.schedule.streams import open_streams
 from memo.swap.placement import Placement
-from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, degrees_of, mesh_of, step

@@ -10,15 +10,23 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.parallel.pp import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
+from memo.schedule.program import Fates
+from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
+from memo.schedule.step import Op, Step, Unit
+from memo.schedule.waits import schedule
 from memo.stages import layers_of_stages, stage_layers
-from memo.swap.schedule import Fates, evaluation, schedule
-from memo.swap.validator import validate_schedule
-from tests.helpers import LLAMA, degrees_of, refusal, validate_queues, validate_stages
+from tests.helpers import (
+    LLAMA,
+    changed_places,
+    degrees_of,
+    lacking,
+    refusal,
+    unaware,
+    validate_queues,
+    validate_stages,
+)
 from tests.layouts import agree, layout_keys, on_ranks, step_alone
-
-MESSAGES = "send", "receive", "send gradient", "receive gradient"
-
+from tests.replay import validate_schedule
 
 # --- schedules ---
 
@@ -47,12 +55,12 @@ def pipelines(n, seed):
 
 def test_the_schedules_of_all_stages_meet():
     for stages in pipelines(120, seed=1):
-        validate_stages([schedule(*stage) for stage in stages])
-        validate_stages([evaluation(*stage) for stage in stages])
-        validate_queues([schedule(*stage) for stage in stages])
-        for stage in stages:
-            validate_schedule(schedule(*stage), *stage)
-            validate_schedule(evaluation(*stage), *stage, trains=False)
+        for trains in (True, False):
+            made = [schedule(*stage, trains=trains) for stage in stages]
+            validate_stages(made)
+            validate_queues(made)
+            for steps, stage in zip(made, stages, strict=True):
+                validate_schedule(steps, *stage, trains=trains)
 
 
 def test_each_wait_for_a_message_or_of_one_is_needed():
@@ -62,13 +70,11 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
     for stages in pipelines(80, seed=2):
         for stage in stages:
             steps = schedule(*stage)
-            for k, step in enumerate(steps):
-                for wait in step.waits:
-                    if step.kind not in MESSAGES and wait[0] not in MESSAGES:
-                        continue
-                    less = step._replace(waits=tuple(w for w in step.waits if w != wait))
-                    why = refusal(validate_schedule, [*steps[:k], less, *steps[k + 1:]], *stage)
-                    seen.add((step.kind, wait[0], why))
+            for step, waits in steps.items():
+                for wait in waits:
+                    if step.is_message or wait.is_message:
+                        why = refusal(validate_schedule, unaware(steps, step, wait), *stage)
+                        seen.add((step.kind, wait.kind, why))
     came = "a unit is computed after its input", "a backward comes after that of the layer above"
     refilled = "a buffer is refilled after it was read"
     fetched = "a copy is fetched after it has left"  # of the stream, on the last stage
@@ -81,18 +87,15 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
         schedules = [schedule(*stage) for stage in stages]
         for k, steps in enumerate(schedules):
             for lane in ("send", "receive"):
-                at = [n for n, step in enumerate(steps) if step.stream == lane]
+                at = [step for step in steps if step.stream == lane]
                 for a, b in zip(at, at[1:], strict=False):
-                    mutant = list(steps)
-                    mutant[a], mutant[b] = mutant[b], mutant[a]
+                    mutant = changed_places(steps, a, b)
                     why = refusal(validate_stages, [*schedules[:k], mutant, *schedules[k + 1:]])
-                    assert why in (AS_SENT, STAGES_CIRCLE), (steps[a], steps[b], stages)
+                    assert why in (AS_SENT, STAGES_CIRCLE), (a, b, stages)
                     seen.add(why)
-            n = next(n for n, step in enumerate(steps) if step.kind in MESSAGES)
-            gone = [step._replace(waits=tuple(w for w in step.waits if w != steps[n].key))
-                    for step in steps[:n] + steps[n + 1:]]
-            why = refusal(validate_stages, [*schedules[:k], gone, *schedules[k + 1:]])
-            assert why in (AS_SENT, MET, STAGES_CIRCLE), (steps[n], stages)
+            gone = next(step for step in steps if step.is_message)
+            why = refusal(validate_stages, [*schedules[:k], lacking(steps, gone), *schedules[k + 1:]])
+            assert why in (AS_SENT, MET, STAGES_CIRCLE), (gone, stages)
             seen.add(why)
     assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
@@ -101,10 +104,8 @@ def test_a_deadlock_names_both_ends():
     """Stage 0 wants the gradient of what it has not sent yet."""
     first, second = (schedule(Fates(1, frozenset(), frozenset(), **{end: True}), 1)
                      for end in ("sends", "receives"))
-    n, m = (next(k for k, step in enumerate(first) if step.kind == kind) for kind in ("send",
-                                                                                   "receive gradient"))
-    first[n] = first[n]._replace(waits=(first[m].key,))
-    first[m] = first[m]._replace(waits=())
+    sent, comes = (next(step for step in first if step.kind == kind) for kind in ("send", "receive gradient"))
+    first = first | {sent: {comes: None}, comes: {}}
     with pytest.raises(ValueError, match=f"^{STAGES_CIRCLE}: ") as e:
         validate_stages([first, second])
     assert "stage 0 in send of subsequence 0 waits for its receive gradient" in str(e.value)
@@ -123,7 +124,7 @@ def test_the_bubble_is_p_minus_1_over_n_of_the_computing(p, N):
     assert max(ends) == pytest.approx(3 * layers * N * (1 + (p - 1) / N))
     assert all(t.stall_s == 0 for t in times)
     # subsequence i is at stage k at time i + k
-    assert [times[k].spans["forward", (0, i)][0] for k in range(p) for i in range(N)] == [
+    assert [times[k].spans[Step(Op.FORWARD, Unit(0, i))][0] for k in range(p) for i in range(N)] == [
         layers * (k + i) for k in range(p) for i in range(N)]
 
 

@@ -20,8 +20,8 @@ from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.parallel.mesh import noted_mesh
 from memo.parallel.rendezvous import Post
+from memo.schedule.streams import open_streams
 from memo.swap.placing import place_rows
-from memo.swap.streams import open_streams
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA

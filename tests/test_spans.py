@@ -20,10 +20,10 @@ from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
 from memo.launch import Launch
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
-from memo.parallel.pp import times_of_stages
 from memo.pipeline_plot import bars_of, pipeline
-from memo.swap.schedule import Fates, schedule
-from memo.swap.spans import (
+from memo.schedule.program import Fates
+from memo.schedule.simulate import times_of_stages
+from memo.schedule.spans import (
     Span,
     busy_s,
     length_s,
@@ -32,6 +32,7 @@ from memo.swap.spans import (
     simulated_spans,
     stall_s,
 )
+from memo.schedule.waits import schedule
 from testing.ranks import pool
 from testing.stages import slept
 from tests.helpers import argv, bound_arena

@@ -3,7 +3,7 @@
 import pytest
 
 from memo.config import Config
-from memo.swap.streams import open_streams
+from memo.schedule.streams import open_streams
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 from tests.helpers import CPU, LLAMA
 

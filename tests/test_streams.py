@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from memo.swap.spans import stall_s
-from memo.swap.streams import CpuStream, Event, Timeline, close_streams, open_streams
+from memo.schedule.spans import stall_s
+from memo.schedule.streams import CpuStream, Event, Timeline, close_streams, open_streams
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -16,14 +16,15 @@ from memo.estimate.step_seconds import swap_s
 from memo.layer import groups_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
+from memo.schedule.simulate import times_of
+from memo.schedule.spans import stall_s
+from memo.schedule.step import Moved, Op, Step, Unit
+from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement, with_stream
 from memo.swap.placing import place_rows, placed
-from memo.swap.schedule import times_of
 from memo.swap.slab import HostSlab
-from memo.swap.spans import stall_s
-from memo.swap.streams import CpuStream, Streams, Timeline, open_streams
 from model import GPT
 from testing.turns import AROUND, RACES, WAITS, Racing
 from tests.helpers import LLAMA, costs_of, error, gpt_layer, perturbed_weights, random_batch, resident_bytes
@@ -214,11 +215,11 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         assert sum(line.device_bytes for line in lines) == p.device_bytes(tensors)
         assert sum(line.host_bytes for line in lines) == p.host_bytes(tensors)
         times = times_of(swap.steps, lambda step: 1e3 if step.stream == "compute" else sum(
-            h.nbytes for _, h in swap.pairs.get(step.key, [])))
+            h.nbytes for _, h in swap.pairs.get(step, [])))
         *passes, stall_s = swap_s(p, tensors, lambda step: 1e3, 1.0)  # as the estimate has it
-        assert (sum(passes), stall_s) == (times.spans["backward", (0, 0)][1], times.stall_s)
-        copied = [h for (kind, _), pairs in swap.pairs.items() if kind.startswith("offload")
-                  for _, h in pairs]
+        last = times.spans[Step(Op.BACKWARD, Unit(0, 0), back=True)]
+        assert (sum(passes), stall_s) == (last[1], times.stall_s)
+        copied = [h for step, pairs in swap.pairs.items() if step.op is Op.OFFLOAD for _, h in pairs]
         # gradients go where inputs were; nothing else is written twice, and nothing is left out
         places = {(h.data_ptr(), h.nbytes) for h in copied}
         assert sum(n for _, n in places) == p.host_bytes(tensors)
@@ -242,8 +243,8 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     model = GPT(cfg, "meta", torch.float32, mesh=mesh)
     model.reserve(1, 192, placed(cfg, 2, 192), streams=open_streams(torch.device("cpu")))
     p, tensors, pairs = model.swap.placement, model.swap.tensors, model.swap.pairs
-    sent = {unit: sum(here.nbytes for here, _ in copies) for (kind, unit), copies in pairs.items()
-            if kind == "offload keys"}
+    sent = {step.unit: sum(here.nbytes for here, _ in copies) for step, copies in pairs.items()
+            if step.op is Op.OFFLOAD and step.moved is Moved.KEYS}
     # of five units; the last layer's stay, and the first piece of the one below, which has a place more
     assert sum(sent.values()) == p.keys_bytes(tensors) == (
         3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3)
@@ -360,7 +361,7 @@ class Poison(CpuStream):
 
     def poison(self, unit):
         self.layers += 1
-        for device, _ in self.model.swap.pairs["offload", unit]:
+        for device, _ in self.model.swap.pairs[Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)]:
             device.fill_(0xFF)  # NaN in fp32 and bf16
 
 
@@ -405,7 +406,7 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
         _, model, _ = build(B, S, torch.float32, activation="memo", alpha=alpha)
         always, others = N * (2 * row + 4 * H), int(alpha * N) * (14 * row + 4 * 4)
         assert model.swap.host_bytes == model.swap.slab.bytes.nbytes == (L - 2) * (always + others)
-        left = [pair for key, pairs in model.swap.pairs.items() if key[0] == "offload" for pair in pairs]
+        left = [pair for key, pairs in model.swap.pairs.items() if key.kind == "offload" for pair in pairs]
         copied = sorted((h.data_ptr(), h.nbytes) for _, h in left)
         assert copied[0][0] == model.swap.slab.bytes.data_ptr()
         assert sum(n for _, n in copied) == model.swap.host_bytes
@@ -422,7 +423,7 @@ def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     monkeypatch.setattr(Swap, "swapped_pairs", lambda self: made.append((self, swap(self))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)
     (model_swap, pairs), = made
-    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for key, some in pairs.items() if key[0] == "offload"
+    copies = [(h.data_ptr(), h.nbytes, d.nbytes) for key, some in pairs.items() if key.kind == "offload"
               for d, h in some]
     first = min(at for at, *_ in copies)
     assert all((at - first) // 12288 == (at - first + n - 1) // 12288 for at, n, _ in copies)
@@ -564,7 +565,7 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
 
 def test_a_copy_that_fails_is_an_error_of_the_step(monkeypatch):
     cfg, model, _ = build(1, 512, torch.float32, activation="swap")
-    pairs = model.swap.pairs["offload", (1, 0)]
+    pairs = model.swap.pairs[Step(Op.OFFLOAD, Unit(1, 0), Moved.ACTIVATIONS)]
     pairs[0] = pairs[0][0], torch.empty(1, dtype=torch.uint8).expand(3)
     with pytest.raises(RuntimeError):
         run_pass(model, random_batch(cfg, 1, 512, "cpu"))

@@ -29,11 +29,11 @@ from memo.launch import read_launch
 from memo.layer import head_rows, logit_bytes
 from memo.optim import Optimizer
 from memo.plots import timeline
+from memo.schedule.spans import stall_s
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes
-from memo.swap.spans import stall_s
 from model import GPT, initial_weights
 from testing.twin import Twin
 

@@ -13,7 +13,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.planner.rehearsal import FakeArena
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
-from memo.swap.streams import open_streams
+from memo.schedule.streams import open_streams
 from model import GPT
 from testing.paper import METP
 

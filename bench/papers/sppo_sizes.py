@@ -18,8 +18,11 @@ from memo.estimate.unit_seconds import UnitSeconds
 from memo.formulas import layer_forward_terms
 from memo.layer import KEYS_VALUES, layer_of
 from memo.plots import BLUE, GREY, ORANGE, plain
+from memo.schedule.program import Fates
+from memo.schedule.simulate import times_of
+from memo.schedule.step import Op
+from memo.schedule.waits import schedule
 from memo.subsequences import ALIGNED, equal_flops
-from memo.swap.schedule import Fates, schedule, times_of
 from testing.paper import SPPO
 
 S, LAYERS, RANKS, BF16 = SPPO["figure5"]["tokens"], 10, 8, 2
@@ -78,8 +81,8 @@ class Stage:
         def seconds(step):
             _, i = step.unit
             copied = ratios[i] * self.sizes[i] / LINK
-            return {"forward": self.forward_s[i], "backward": self.backward_s[i], "offload": copied,
-                    "prefetch": copied}.get(step.kind, 0.0) / layers
+            return {Op.FORWARD: self.forward_s[i], Op.BACKWARD: self.backward_s[i], Op.OFFLOAD: copied,
+                    Op.PREFETCH: copied}.get(step.op, 0.0) / layers
         return times_of(schedule(fates, layers, self.N, "subsequence"), seconds).stall_s
 
     def most(self, ratios):

@@ -1,12 +1,11 @@
-"""Seconds of a step of a pipeline: the schedules of all stages run together (memo/parallel/pp.py), each with
-the modelled seconds of its stage. Source: SPPO 3.3."""
+"""Seconds of a step of a pipeline: the schedules of all stages run together (memo/schedule/simulate.py), each
+with the modelled seconds of its stage. Source: SPPO 3.3."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import fsum
 from typing import TYPE_CHECKING
 
-from memo.bubbles import schedules_of
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
@@ -22,18 +21,17 @@ from memo.estimate.step_seconds import (
 )
 from memo.flat import layer_numel
 from memo.layer import INPUT, n_rows, tensors_of
-from memo.parallel.pp import times_of_stages
+from memo.schedule.simulate import Times, times_of_stages
+from memo.schedule.spans import Span, simulated_spans
+from memo.schedule.step import Op, Step
 from memo.subsequences import unit_rows
-from memo.swap.schedule import Times
-from memo.swap.spans import Span, simulated_spans
-from memo.swap.steps import Step
 
 if TYPE_CHECKING:
     from memo.estimate.budget import Stage
 
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
-LAYERS = "forward", "recompute", "backward"
-PIPELINE_ENDS = "embedding", "head", "embedding backward"  # of the pipeline
+LAYERS = Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD
+PIPELINE_ENDS = Op.EMBED, Op.HEAD, Op.EMBED_BACKWARD  # of the pipeline
 
 
 def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
@@ -86,7 +84,7 @@ def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, item
                    layer: LayerSeconds | LayerOfUnits) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
     seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
-    schedules = schedules_of([stage.placement for stage in stages])
+    schedules = [stage.placement.schedule() for stage in stages]
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
@@ -94,7 +92,8 @@ def pipeline_spans(stages: Sequence["Stage"], machine: Machine, world: int, item
                    layer: LayerSeconds | LayerOfUnits) -> list[list[Span]]:
     """The same as spans of each stage."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
-    return [*map(simulated_spans, schedules_of([stage.placement for stage in stages]), times)]
+    return [simulated_spans(stage.placement.schedule(), time)
+            for stage, time in zip(stages, times, strict=True)]
 
 
 def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
@@ -116,22 +115,23 @@ def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize
     before it has ended the one before; gradients and optimizer are those of the slowest stage."""
     cfg, data = stages[0].cfg, world // (stages[0].cfg.pp * stages[0].cfg.tp)
     times = pipeline_times(stages, machine, world, itemsize, layer)
-    spent: list[dict[str, float]] = [defaultdict(float) for _ in stages]
+    spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
     for of, one in zip(spent, times, strict=True):
-        for (kind, _), (start, end) in one.spans.items():
-            of[kind] += end - start
-    mean = {kind: fsum(of[kind] for of in spent) / cfg.pp for kind in (*LAYERS, *PIPELINE_ENDS)}
+        for step, (start, end) in one.spans.items():
+            if step.computes:
+                of[step.op] += end - start
+    mean = {op: fsum(of[op] for of in spent) / cfg.pp for op in (*LAYERS, *PIPELINE_ENDS)}
     share = cfg.n_layer / cfg.pp
     parts = {"attention": share * layer.attention_kernels_s, "messages": share * layer.messages_s,
-             "recompute": mean["recompute"]}
-    parts["rest of the layers"] = fsum(mean[kind] for kind in LAYERS) - sum(parts.values())
+             "recompute": mean[Op.RECOMPUTE]}
+    parts["rest of the layers"] = fsum(mean[op] for op in LAYERS) - sum(parts.values())
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
-    parts["head and embedding"] = fsum(mean[kind] for kind in PIPELINE_ENDS)
+    parts["head and embedding"] = fsum(mean[op] for op in PIPELINE_ENDS)
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
     parts = {name: micros_of_rank(cfg, world) * seconds for name, seconds in parts.items()}
 
-    def at_last(stage: "Stage", of: dict[str, float]) -> tuple[float, float]:
-        forward, backward = of["forward"], of["recompute"] + of["backward"]
+    def at_last(stage: "Stage", of: dict[Op, float]) -> tuple[float, float]:
+        forward, backward = of[Op.FORWARD], of[Op.RECOMPUTE] + of[Op.BACKWARD]
         messages = data_s(stage.cfg, machine, stage.numel, itemsize, data, world, forward, backward)
         local_ranks = min(world, machine.node.gpus_per_node)
         return messages + tied_s(stage, machine, world), optimizer_s(

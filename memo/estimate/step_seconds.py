@@ -1,6 +1,6 @@
-"""Seconds of a step: of its layers, beside which copies hide (memo/swap/schedule.py), of head and embedding,
-of the optimizer and of the gradients' and parameters' messages. Source: MEMO 4.1 on which copies and messages
-hide behind which operations."""
+"""Seconds of a step: of its layers, beside which copies hide (memo/schedule/simulate.py), of head and
+embedding, of the optimizer and of the gradients' and parameters' messages. Source: MEMO 4.1 on which copies
+and messages hide behind which operations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import bucket_numels, weights_in_turns
 from memo.layer import CHUNK_ROWS, INPUT, Tensor, head_rows, logit_bytes, tensors_of
+from memo.schedule.periods import Totals, totals_of
+from memo.schedule.program import EMBEDDING, LAYER_PLACES, keys_leave
+from memo.schedule.step import COPIES, Moved, Op, Step
 from memo.subsequences import subsequence_lengths
-from memo.swap.layer_states import EMBEDDING, LAYER_PLACES
-from memo.swap.periods import Totals, totals_of
 from memo.swap.placement import Placement
-from memo.swap.schedule import keys_leave
 from memo.swap.shared_bytes import SharedBytes, help_of
-from memo.swap.steps import SENT, Step, is_of_states
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -35,18 +34,17 @@ def with_copies(placement: Placement, tensors: dict[str, Tensor], compute_s: Cal
 
     def seconds(step: Step) -> float:
         k = p.number.get(step.unit, -1)  # of others none
-        match step.kind:
-            case "offload":
+        if step.op not in COPIES or step.of_states:
+            return compute_s(step)
+        match step.moved:
+            case Moved.ACTIVATIONS if step.op is Op.OFFLOAD:
                 return copied[p.like[k]] / bytes_per_s
-            case "prefetch":  # the layer below has sent the input
+            case Moved.ACTIVATIONS:  # the layer below has sent the input
                 back = row * p.rows(k) * (step.unit in p.stream_rows and not p.x_stays)
                 return (copied[p.like[k]] + back) / bytes_per_s
-            case "offload keys" | "prefetch keys":
+            case Moved.KEYS:
                 return keys[k] / bytes_per_s
-            case "prefetch input" | "offload stream" | "prefetch stream" | "offload gradient" | (
-                    "prefetch gradient"):
-                return row * p.rows(k) / bytes_per_s
-        return compute_s(step)
+        return row * p.rows(k) / bytes_per_s
     return seconds
 
 
@@ -110,7 +108,7 @@ def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates
 
 
 class StateSeconds(NamedTuple):
-    """Seconds of the steps that move a layer's states (memo/swap/layer_states.py): its parameters come, its
+    """Seconds of the steps that move a layer's states (memo/schedule/program.py): its parameters come, its
     gradients leave, the sums of earlier micro batches come. `embedding`, `head`: how many times as large they
     are as a layer."""
 
@@ -123,9 +121,9 @@ class StateSeconds(NamedTuple):
     def of(self, step: Step, head: int) -> float:
         """`head`: its number among the layers."""
         size = {EMBEDDING: self.embedding, head: self.head}.get(step.unit[0], 1.0)
-        if step.kind == "offload weight gradients":
+        if step.op is Op.OFFLOAD:
             return size * self.gradients_s
-        return size * (self.weights_s if step.kind.startswith("prefetch weights") else self.sums_s)
+        return size * (self.weights_s if step.moved is Moved.WEIGHTS else self.sums_s)
 
 
 STAY = StateSeconds()  # nothing moves
@@ -161,19 +159,19 @@ def compute_seconds(placement: Placement, units: Sequence[UnitRates],
     of_likes = {k: rates[p.likes[k]].recompute_s(p.missing(k)) for k in set(p.like)}
 
     def seconds(step: Step) -> float:
-        if is_of_states(step.kind):
+        if step.of_states:
             return states.of(step, p.n_layer)
         if step.unit not in p.number:  # of what a helper repays
             return 0.0
         unit = rates[p.likes[p.number[step.unit]]]
-        match step.kind:
-            case "forward":
+        match step.op:
+            case Op.FORWARD:
                 return unit.forward_s
-            case "recompute":
+            case Op.RECOMPUTE:
                 return of_likes[p.like[p.number[step.unit]]]
-            case "backward":
+            case Op.BACKWARD:
                 return unit.backward_s
-            case "sweep":
+            case Op.SWEEP:
                 return unit.sweep_s
         return 0.0
     return seconds
@@ -188,10 +186,10 @@ class Lanes(NamedTuple):
     memory_bytes_per_s: float = inf
 
     def seconds(self, nbytes: float, step: Step, together: int) -> float:
-        """Of a message to the stage that the step names, where bulk goes to, or comes from, so many stages
-        at once."""
-        kind, stage, *_ = step.kind.split(" ")
-        return nbytes * (together if kind in ("lend", "repay") else 1) / self.bytes_per_s[int(stage)]
+        """Of a message to the step's peer, where bulk goes to, or comes from, so many stages at once."""
+        assert step.peer is not None
+        bulk = step.moved in (Moved.LOAN, Moved.REPAYMENT)
+        return nbytes * (together if bulk else 1) / self.bytes_per_s[step.peer]
 
 
 class Ends(NamedTuple):
@@ -215,22 +213,21 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
     shared = SharedBytes(p, tensors, lanes.numel) if lanes else None
 
     def seconds(step: Step) -> float:
-        match step.kind:
-            case "head":
-                return ends.head_s * cuts[step.unit[1]] / p.n_rows
-            case "embedding" | "embedding backward":
-                return ends.embedding_s / 2 * cuts[step.unit[1]] / p.n_rows
-            case "send":
-                return ends.send_s[step.unit[1]]
-            case "send gradient":
-                return ends.send_gradient_s[step.unit[1]]
-        if lanes and shared and step.kind.startswith(SENT):
+        i = step.unit.subsequence
+        match step.op:
+            case Op.HEAD:
+                return ends.head_s * cuts[i] / p.n_rows
+            case Op.EMBED | Op.EMBED_BACKWARD:
+                return ends.embedding_s / 2 * cuts[i] / p.n_rows
+            case Op.SEND if step.peer is None:
+                return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
+        if lanes and shared and step.op is Op.SEND:
             piece = help_of(p, step)
             return lanes.seconds(shared.sent(step), step, max(piece.turns, piece.together))
-        if lanes and shared and step.kind.startswith("add"):  # two are read, one is written
+        if lanes and shared and step.op is Op.ADD:  # two are read, one is written
             return 3 * shared.sent(step) / lanes.memory_bytes_per_s
-        if lanes and shared and step.kind == "backward" and step.unit[1] in p.guest_of:
-            zeroed = step._replace(kind="repay")  # what is sent then, and was 0 before
+        if lanes and shared and step.op is Op.BACKWARD and i in p.guest_of:
+            zeroed = step._replace(moved=Moved.REPAYMENT)  # what is sent then, and was 0 before
             return others(step) + shared.sent(zeroed) / lanes.memory_bytes_per_s
         return others(step)
     return seconds
@@ -324,8 +321,8 @@ def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
     """{part: seconds} of a step in one stage, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micros_of_rank(cfg, world)
     computed = compute_seconds(p, layer.units, state_seconds(cfg, machine, layer.speeds, world, itemsize))
-    recompute = sum(computed(Step("recompute", unit)) for unit in p.units)
-    swept = [i for layer, i in p.units if p.keys == "made" and keys_leave((layer, i), p.n_layer)]
+    recompute = sum(computed(Step(Op.RECOMPUTE, unit, back=True)) for unit in p.units)
+    swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
     forward, backward, stall = swap_s(p, tensors, computed, machine.node.pcie_bytes_per_s)
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
              "recompute": recompute + sum(layer.units[i].sweep_s for i in swept), "stall": stall}

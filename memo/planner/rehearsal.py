@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.backends import workspaces
 from memo.planner.allocator import Arena
 from memo.planner.trace import Entry, Trace, checked_trace
-from memo.swap.schedule import compute_only, schedule
-from memo.swap.streams import open_streams
+from memo.schedule.streams import open_streams
+from memo.schedule.waits import compute_only, schedule
 
 if TYPE_CHECKING:
     from model import GPT

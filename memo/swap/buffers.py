@@ -11,14 +11,10 @@ from typing import Any
 import torch
 
 from memo.layer import INPUT, Layer
-from memo.swap.lending import Lending, of_rows, of_sequences
-from memo.swap.placement import Placement
-from memo.swap.schedule import SWEEP_PLACES, Sweeps, evaluation, schedule
-from memo.swap.shared_bytes import shared_regions
-from memo.swap.slab import HostSlab
-from memo.swap.spans import wait_kind
-from memo.swap.steps import LANES, Key, Step, Unit, is_forward
-from memo.swap.streams import (
+from memo.schedule.program import SWEEP_PLACES, swept_inputs
+from memo.schedule.spans import wait_kind
+from memo.schedule.step import Moved, Op, Step, Unit
+from memo.schedule.streams import (
     Event,
     Streams,
     between_stages,
@@ -26,16 +22,12 @@ from memo.swap.streams import (
     open_streams,
     stream_named,
 )
-from memo.swap.validator import validate_schedule
+from memo.schedule.waits import Schedule, Waits
+from memo.swap.lending import Lending, of_rows, of_sequences
+from memo.swap.placement import Placement
+from memo.swap.shared_bytes import shared_regions
+from memo.swap.slab import HostSlab
 
-# what a wait for a step of this kind is called in the timeline
-EVENT_NAMES = {"forward": "computed", "offload": "offloaded", "backward": "done", "prefetch": "prefetched",
-               "head": "head computed", "offload keys": "keys offloaded", "prefetch keys": "keys prefetched",
-               "prefetch input": "input prefetched", "sweep": "swept", "offload stream": "stream offloaded",
-               "prefetch stream": "stream prefetched", "offload gradient": "gradient offloaded",
-               "prefetch gradient": "gradient prefetched", "embedding backward": "embedding done",
-               "send": "sent", "receive": "received", "send gradient": "gradient sent",
-               "receive gradient": "gradient received"}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
 
 
@@ -79,7 +71,7 @@ class Swap:
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
-        lanes = [f"{lane} {partner}" for partner in p.partners for lane in sorted({*LANES.values()})]
+        lanes = [f"{lane} {partner}" for partner in p.partners for lane in ("from", "to")]
         self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
         self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
                              for name, n in nbytes.items()}
@@ -110,17 +102,15 @@ class Swap:
             swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
             self.sweep_inputs = list(swept.split(max(p.cuts)))
         else:  # a layer's output has the place of the next one's input
-            self.x = [*(self.units[i, 0].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
-            self.between = self.whole = {(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
-        self.layers = [self.units[i, 0] for i in range(p.n_layer)]
+            self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
+            self.between = self.whole = {Unit(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
+        self.layers = [self.units[Unit(i, 0)] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
         self.missing = [missing[like] for like in p.like]
-        self.swept = {unit: number for number, unit in enumerate(Sweeps(p.fates, p.units).inputs)}
+        self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        self.set_steps(schedule(*p.scheduled), evaluation(*p.scheduled))
-        validate_schedule(self.steps, *p.scheduled)
-        validate_schedule(self.evaluation, *p.scheduled, trains=False)
+        self.set_steps(p.schedule(), p.schedule(trains=False))
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this shape at byte `at` of a region."""
@@ -135,7 +125,7 @@ class Swap:
             shape = 2, self.B, rows * tokens // self.B, heads, self.layer.head_dim  # k, then v
             return list(self.cut(region, at, shape, dtype))
         for layer in range(p.n_layer):
-            units = [(layer, i) for i in range(p.subsequences)]
+            units = [Unit(layer, i) for i in range(p.subsequences)]
             keys = [piece("keys", p.key_place(unit) * row * self.dtype.itemsize, p.cuts[unit[1]], self.dtype)
                     for unit in units]
             sums: Any = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
@@ -154,30 +144,37 @@ class Swap:
             s.pieces, s.sums = (self.lending.pieces_of(unit, of) for of in (self.lending.keys,
                                                                            self.lending.sums))
 
-    def set_steps(self, steps: list[Step], evaluation: list[Step]) -> None:
+    def set_steps(self, steps: Schedule, evaluation: Schedule) -> None:
         """Makes these the schedules."""
         self.steps, self.evaluation = steps, evaluation
-        awaited = [key for step in steps + evaluation for key in step.waits]
-        self.events = {(kind, unit): Event(f"{EVENT_NAMES.get(kind, f'{kind} done')} {self.name(unit)}",
-                                           wait_kind((kind, unit)))
-                       for kind, unit in awaited}
+        awaited = [step for waits in (*steps.values(), *evaluation.values()) for step in waits]
+        self.events = {step: Event(self.label(step), wait_kind(step)) for step in awaited}
+
+    def label(self, step: Step) -> str:
+        return f"{step.kind} {self.name(step.unit)}"
 
     def name(self, unit: Unit) -> str:
         """The number of a unit's layer; with several subsequences also that of its own."""
         return ".".join(map(str, unit if self.placement.several else unit[:1]))
 
-    def swapped_pairs(self) -> dict[Key, Pairs]:
+    def swapped_pairs(self) -> dict[Step, Pairs]:
         """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
-        p, pairs, stays = self.placement, dict[Key, Pairs](), self.buffers.get("resident")
+        p, pairs, stays = self.placement, dict[Step, Pairs](), self.buffers.get("resident")
         keys, slab, end = p.keys_swapped(self.tensors), self.slab, p.stream_bytes(self.tensors)
 
         def on_host(at: int, mine: torch.Tensor) -> Pairs:
             assert slab is not None  # it is as large as all that is asked for here
             return slab.pairs(at, mine)
 
-        def travels(unit: Unit, what: str, places: Pairs) -> int:
-            for direction in ("offload", "prefetch"):
-                pairs.setdefault((direction + what, unit), []).extend(places)
+        def prefetch(unit: Unit, moved: Moved) -> Step:
+            return Step(Op.PREFETCH, unit, moved, back=moved is not Moved.STREAM)
+
+        def offload(unit: Unit, moved: Moved) -> Step:
+            return Step(Op.OFFLOAD, unit, moved, back=moved is Moved.GRADIENT)
+
+        def travels(unit: Unit, moved: Moved, places: Pairs) -> int:
+            for step in (offload(unit, moved), prefetch(unit, moved)):
+                pairs.setdefault(step, []).extend(places)
             return sum(place.nbytes for place, _ in places)
 
         def of_stream(boundary: Unit, mine: torch.Tensor) -> Pairs:
@@ -188,24 +185,25 @@ class Swap:
         for k, unit in enumerate(p.units):
             if unit in p.stream_rows:
                 x, s = self.whole[unit][0], self.units[unit]
-                pairs["prefetch stream", unit] = pairs["offload gradient", unit] = of_stream(unit, x)
+                below = of_stream(unit, x)
+                pairs[prefetch(unit, Moved.STREAM)] = pairs[offload(unit, Moved.GRADIENT)] = below
                 if k < p.n_swapped and not p.x_stays:
-                    pairs["prefetch", unit] = of_stream(unit, s.x)
+                    pairs[prefetch(unit, Moved.ACTIVATIONS)] = of_stream(unit, s.x)
                 if unit in self.swept:
-                    pairs["prefetch input", unit] = of_stream(unit, self.input_of_sweep(unit))
-            if (above := (unit[0] + 1, unit[1])) in p.stream_rows:
-                y = self.whole[unit][1]
-                pairs["offload stream", unit] = pairs["prefetch gradient", unit] = of_stream(above, y)
+                    pairs[prefetch(unit, Moved.INPUT)] = of_stream(unit, self.input_of_sweep(unit))
+            if (above := Unit(unit.layer + 1, unit.subsequence)) in p.stream_rows:
+                leaving = of_stream(above, self.whole[unit][1])
+                pairs[offload(unit, Moved.STREAM)] = pairs[prefetch(unit, Moved.GRADIENT)] = leaving
             for name, (first, n) in leaves[p.like[k]].items():
                 if name == INPUT and unit in self.swept:  # comes back for the sweep, too
-                    pairs["prefetch input", unit] = on_host(end, bytes_of(self.input_of_sweep(unit)))
+                    pairs[prefetch(unit, Moved.INPUT)] = on_host(end, bytes_of(self.input_of_sweep(unit)))
                 mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
-                end += travels(unit, "", on_host(end, mine))
+                end += travels(unit, Moved.ACTIVATIONS, on_host(end, mine))
             for name, (first, n) in remains.get(p.like[k], {}).items():
                 mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
-                stays = stays[travels(unit, "", [(mine, stays[:n])]):]
+                stays = stays[travels(unit, Moved.ACTIVATIONS, [(mine, stays[:n])]):]
             for t in self.units[unit].pieces[-1] if k in keys else ():
-                end += travels(unit, " keys", on_host(end, bytes_of(t)))
+                end += travels(unit, Moved.KEYS, on_host(end, bytes_of(t)))
         assert end == self.host_bytes  # the slab is as large as what goes there
         return pairs
 
@@ -220,7 +218,7 @@ class Swap:
     def begin(self, first: Step) -> None:
         """Before a pass: protects what the last one still computes with from what arrives from other stages
         in its places, and before a forward from the parameters of layers that come."""
-        come = [self.streams.prefetch] * (self.placement.layers_come and is_forward(first.kind))
+        come = [self.streams.prefetch] * (self.placement.layers_come and not first.back)
         if others := between_stages(self.streams) + come:
             before = Event("compute of the pass before")
             self.streams.compute.record(before)
@@ -239,10 +237,11 @@ class Swap:
             self.streams.offload.record(left)
             self.streams.compute.wait(left)
 
-    def wait(self, step: Step) -> None:
-        """Holds back the stream of `step` until the steps are done that `step` waits for."""
-        for key in sorted(step.waits, key=wait_kind):  # bubbles first: copies may hide in them
-            stream_named(self.streams, step.stream).wait(self.events[key])
+    def wait(self, step: Step, waits: Waits) -> None:
+        """Holds back the stream of `step` until the steps are done that it waits for."""
+        for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
+            why = f"{self.label(step)} waits for {self.label(earlier)}: {waits[earlier]}"
+            stream_named(self.streams, step.stream).wait(self.events[earlier], why)
 
     def launch(self, step: Step, label: str | None = None, work: Callable | None = None, *args: Any) -> None:
         """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
@@ -251,12 +250,12 @@ class Swap:
         if work is not None:
             stream.launch(label, work, *args)
         else:
-            pairs = self.pairs.get(step.key, [])
-            if step.stream == "offload":
+            pairs = self.pairs.get(step, [])
+            if step.op is Op.OFFLOAD:
                 pairs = [(host, device) for device, host in pairs]
-            stream.launch(f"{step.kind} {self.name(step.unit)}", copy_bytes, pairs)
-        if step.key in self.events:
-            stream.record(self.events[step.key])
+            stream.launch(self.label(step), copy_bytes, pairs)
+        if step in self.events:
+            stream.record(self.events[step])
 
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""

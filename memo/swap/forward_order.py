@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from memo.msp import Shares, guest_number
-from memo.swap.schedule import keys_leave, stream_leaves, units_in_order
+from memo.schedule.program import keys_leave, stream_leaves, units_in_order
+from memo.schedule.step import Unit
 
 
 class ForwardOrder(NamedTuple):
@@ -15,8 +16,8 @@ class ForwardOrder(NamedTuple):
     or guest, in Placement.lengths; `keys_leaving`: {such a place: its units whose keys and values give way to
     another layer's}; `neighbours`: pairs of such places that are one after the other."""
 
-    units: list[tuple[int, int]]
-    number: dict[tuple[int, int], int]
+    units: list[Unit]
+    number: dict[Unit, int]
     likes: list[int]
     keys_leaving: Counter[int]
     neighbours: set[tuple[int, int]]
@@ -28,7 +29,7 @@ def forward_order(layers: int, subsequences: int, order: str, guests: Shares) ->
     numbers = (*range(subsequences), *(guest_number(piece, subsequences) for piece in guests))
     places = {number: k for k, number in enumerate(numbers)}
     likes = [places[i] for _, i in units]
-    leaving = Counter(places[i] for layer, i in units if keys_leave((layer, i), layers))
+    leaving = Counter(places[i] for layer, i in units if keys_leave(Unit(layer, i), layers))
     return ForwardOrder(units, {unit: k for k, unit in enumerate(units)}, likes, leaving, {*pairwise(likes)})
 
 
@@ -57,10 +58,11 @@ def buffers_in_turns(layers: int, subsequences: int, order: str, guests: Shares,
 
 @lru_cache(16)
 def stream_places(layers: int, order: str, cuts: tuple[int, ...],
-                  forward_only: bool) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
+                  forward_only: bool) -> tuple[dict[Unit, tuple[int, int]], int]:
     """(Placement.stream_rows of a stream that is copied, the rows of the slab that these take)."""
-    places, end, firsts = dict[tuple[int, int], tuple[int, int]](), 0, [0, *accumulate(cuts)]
-    for layer, i in stream_leaves(layers, len(cuts), order):
-        places[layer, i] = firsts[i] if forward_only else end, cuts[i]
-        end = max(end, sum(places[layer, i]))
+    places, end, firsts = dict[Unit, tuple[int, int]](), 0, [0, *accumulate(cuts)]
+    for unit in stream_leaves(layers, len(cuts), order):
+        i = unit.subsequence
+        places[unit] = firsts[i] if forward_only else end, cuts[i]
+        end = max(end, sum(places[unit]))
     return places, end

@@ -1,5 +1,5 @@
 """The tensors that stages of a pipeline send each other where one computes rows of another: parts of what a
-home has, and a helper's places for them (memo/swap/helping.py). Source: SPPO 6.2.
+home has, and a helper's places for them (memo/schedule/help.py). Source: SPPO 6.2.
 
 Of each sequence of a batch, rows of a subsequence are neighbours: a message has parts of each, all
 contiguous.
@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 
 from memo.msp import Help
-from memo.swap.helping import PLACES
+from memo.schedule.help import HELPER_PLACES
+from memo.schedule.step import Moved, Step, Unit
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import guest_rows, help_of, keys_before, repaid_rows
-from memo.swap.steps import BACK, Step, Unit
 
 Tensors = list[torch.Tensor]
 Pieces = list[tuple[torch.Tensor, torch.Tensor]]
@@ -39,11 +39,12 @@ class Lending:
         p, self.placement, self.B, self.tokens = placement, placement, B, tokens
         self.row = row  # elements of keys and values of a row
         rows, size, fp32 = guest_rows(p), dtype.itemsize, torch.float32
-        places = range(PLACES) if p.guests else ()
+        places = range(HELPER_PLACES) if p.guests else ()
         self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
         begins = [4 * k * (numel + rows * row) for k in places]
         self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
-        self.turn = {unit: k % PLACES for k, unit in enumerate(u for u in p.units if u[1] in p.guest_of)}
+        guests = [unit for unit in p.units if unit.subsequence in p.guest_of]
+        self.turn = {unit: k % HELPER_PLACES for k, unit in enumerate(guests)}
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         self.key_bytes, self.sum_bytes = dict[Unit, torch.Tensor](), dict[Unit, torch.Tensor]()
         for unit, turn in self.turn.items():
@@ -62,11 +63,11 @@ class Lending:
             n = numel + row * before
             self.repaid[helper] = cut("repaid", end, (n,), fp32)
             end += 4 * n
-        for unit in [(layer, x) for layer in range(p.n_layer) for x in range(p.subsequences) if p.lent]:
+        for unit in [Unit(layer, x) for layer in range(p.n_layer) for x in range(p.subsequences) if p.lent]:
             (layer, x), before = unit, sum(p.cuts[:unit[1]])
             for region, at, kind, pieces, flat in (
-                    ("keys", p.key_place((layer, 0)), dtype, self.keys, self.key_bytes),
-                    ("key_gradients", p.key_gradient_place((layer, 0)), fp32, self.sums, self.sum_bytes)):
+                    ("keys", p.key_place(Unit(layer, 0)), dtype, self.keys, self.key_bytes),
+                    ("key_gradients", p.key_gradient_place(Unit(layer, 0)), fp32, self.sums, self.sum_bytes)):
                 begin = row * kind.itemsize * at
                 flat[unit] = cut(region, begin, (before * row,), kind)
                 pieces[unit] = [piece(region, begin + row * kind.itemsize * before, p.cuts[x], kind)]
@@ -84,13 +85,13 @@ class Lending:
     def lent_at(self, step: Step) -> tuple[Help, Unit]:
         """Of a home's step, what is lent, and the home's unit."""
         piece = help_of(self.placement, step)
-        return piece, (step.unit[0], piece.subsequence)
+        return piece, Unit(step.unit.layer, piece.subsequence)
 
     def message(self, step: Step, whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]],
                 params: Callable[[int], torch.Tensor]) -> Tensors:
         """What a step sends or receives, equal at both ends. `whole`: Swap.whole; params(layer): of a home,
         flat."""
-        kind, back, unit = step.kind.split(" ")[0], step.kind.endswith(BACK), step.unit
+        back, unit = step.back, step.unit
         if guest := self.placement.guest_of.get(unit[1]):
             turn, stream = self.turn[unit], of_sequences(whole[unit][0], self.B, 0, guest.rows)
             weights, repaid = self.weights[turn], [self.gradients[turn], self.sum_bytes[unit]]
@@ -104,17 +105,18 @@ class Lending:
         flat: Tensors = []
         pair: tuple[torch.Tensor, ...] = ()
         ends = False
-        if kind in ("repay", "collect"):
-            flat = repaid
-        elif kind in ("lend", "borrow"):
-            flat = [weights, self.key_bytes[unit]]
-            pair = of_rows(keys, up_to, self.tokens) if back else ()
-        elif kind in ("pass", "take"):
-            pair, ends = (of_rows(sums, up_to, self.tokens), last) if back else (
-                of_rows(keys, before, self.tokens), first)
-        else:
-            pair, ends = (of_rows(sums, before, self.tokens), first) if back else (
-                of_rows(keys, own, self.tokens), last)
+        match step.moved:
+            case Moved.REPAYMENT:
+                flat = repaid
+            case Moved.LOAN:
+                flat = [weights, self.key_bytes[unit]]
+                pair = of_rows(keys, up_to, self.tokens) if back else ()
+            case Moved.ROWS:
+                pair, ends = (of_rows(sums, up_to, self.tokens), last) if back else (
+                    of_rows(keys, before, self.tokens), first)
+            case Moved.RESULTS:
+                pair, ends = (of_rows(sums, before, self.tokens), first) if back else (
+                    of_rows(keys, own, self.tokens), last)
         found = [*flat, *(part for t in (*pair, *[stream] * ends) for part in t)]
         return [t for t in found if t.numel()]
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, Shares, guest_number
+from memo.schedule.program import STREAM_PLACES, SWEEP_PLACES, Fates, keys_leave
+from memo.schedule.step import Unit
+from memo.schedule.waits import Schedule, schedule
 from memo.swap.forward_order import (
     ForwardOrder,
     buffers_in_turns,
@@ -19,7 +22,6 @@ from memo.swap.forward_order import (
     streamed_of_first,
     units_of_first,
 )
-from memo.swap.schedule import STREAM_PLACES, SWEEP_PLACES, Fates, keys_leave
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
 
@@ -52,7 +54,7 @@ class Placement:
     the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
 
     Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/swap/helping.py). `layers_come`, `edges_come`: see
+    are units like its own, of a subsequence each (memo/schedule/help.py). `layers_come`, `edges_come`: see
     Fates. `dealt`: how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
     """
 
@@ -120,7 +122,7 @@ class Placement:
         return streamed_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
 
     @property
-    def units(self) -> list[tuple[int, int]]:
+    def units(self) -> list[Unit]:
         """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
         place of a subsequence."""
         return self.forward_order.units
@@ -155,7 +157,7 @@ class Placement:
         return self.forward_order.likes
 
     @property
-    def number(self) -> dict[tuple[int, int], int]:
+    def number(self) -> dict[Unit, int]:
         """{(layer, subsequence): the place of the unit in that order}."""
         return self.forward_order.number
 
@@ -298,14 +300,14 @@ class Placement:
         return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
-    def stream_rows(self) -> dict[tuple[int, int], tuple[int, int]]:
+    def stream_rows(self) -> dict[Unit, tuple[int, int]]:
         """{(layer, subsequence): (first row in the slab, which begins with these, rows)} of what leaves the
         device of what lies between layers: below that layer, or above the last one. Where no input survives
         its layer, in a pass without a backward, all layers' have the same places."""
         return self.stream_places[0]
 
     @property
-    def stream_places(self) -> tuple[dict[tuple[int, int], tuple[int, int]], int]:
+    def stream_places(self) -> tuple[dict[Unit, tuple[int, int]], int]:
         """(stream_rows, the rows of the slab that these take)."""
         if not self.several or self.stream != "copied":
             return {}, 0
@@ -320,7 +322,7 @@ class Placement:
         """Rows of the stream's memory, beside those of guests."""
         return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
 
-    def stream_place(self, unit: tuple[int, int]) -> int:
+    def stream_place(self, unit: Unit) -> int:
         """The first row, from the begin of the stream's memory, of a unit's input and output."""
         if unit[1] in self.guest_of:
             numbers = [*self.guest_of]
@@ -353,19 +355,18 @@ class Placement:
                      self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come,
                      self.edges_come)
 
-    @property
-    def scheduled(self) -> tuple[Fates, int, int, str]:
-        """What schedule() and evaluation() take."""
-        return self.fates, self.n_layer, self.subsequences, self.order
+    def schedule(self, trains: bool = True) -> Schedule:
+        """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
+        return schedule(self.fates, self.n_layer, self.subsequences, self.order, trains)
 
-    def key_place(self, unit: tuple[int, int]) -> int:
+    def key_place(self, unit: Unit) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
         layer, i = unit
         if self.keys == "stay":
             return layer * self.n_rows + sum(self.cuts[:i])
         return self.n_rows if i == 0 and layer % 2 else sum(self.cuts[:i])
 
-    def key_gradient_place(self, unit: tuple[int, int]) -> int:
+    def key_gradient_place(self, unit: Unit) -> int:
         """The same of the sums of their gradients: of one layer, or of all where these come one subsequence
         after the other."""
         layer, i = unit

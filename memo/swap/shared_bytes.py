@@ -1,13 +1,13 @@
 """Bytes that stages of a pipeline send each other where one computes rows of another, and of the places for
-them (memo/swap/helping.py). No torch."""
+them (memo/schedule/help.py). No torch."""
 
 from math import prod
 
 from memo.layer import INPUT, Tensor
 from memo.msp import Help
-from memo.swap.helping import PLACES
+from memo.schedule.help import HELPER_PLACES
+from memo.schedule.step import Moved, Step
 from memo.swap.placement import Placement
-from memo.swap.steps import BACK, Step
 
 
 def keys_before(placement: Placement, piece: Help) -> int:
@@ -29,11 +29,12 @@ def repaid_rows(placement: Placement) -> dict[int, int]:
 
 
 def help_of(placement: Placement, step: Step) -> Help:
-    """What a message between a home and a helper is about, or what a home adds."""
-    number = step.unit[1]
+    """Finds what a message between a home and a helper is about, or what a home adds."""
+    number = step.unit.subsequence
     if number in placement.guest_of:
         return placement.guest_of[number]
-    return placement.lent_to[number % placement.subsequences, int(step.kind.split(" ")[1])]
+    assert step.peer is not None
+    return placement.lent_to[number % placement.subsequences, step.peer]
 
 
 class SharedBytes:
@@ -48,15 +49,15 @@ class SharedBytes:
         self.numel = numel
 
     def sent(self, step: Step) -> int:
-        """Of such a message, or of what a home adds."""
-        piece, back, layer = help_of(self.placement, step), step.kind.endswith(BACK), step.unit[0]
+        """Counts the bytes of such a message, or of what a home adds."""
+        piece, back, layer = help_of(self.placement, step), step.back, step.unit.layer
         before, first, last = keys_before(self.placement, piece), layer == 0, layer == piece.layers - 1
-        match step.kind.split(" ")[0]:
-            case "lend" | "borrow":
+        match step.moved:
+            case Moved.LOAN:
                 return self.itemsize * (self.numel + self.row * (before + back * piece.end))
-            case "repay" | "collect" | "add":
+            case Moved.REPAYMENT | None:
                 return 4 * (self.numel + self.row * before)
-            case "pass" | "take":
+            case Moved.ROWS:
                 keys, x = (4 * piece.end, last) if back else (self.itemsize * piece.first, first)
             case _:
                 keys, x = (4 * piece.first, first) if back else (self.itemsize * piece.rows, last)
@@ -71,8 +72,8 @@ def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int)
         return {}
     shared = SharedBytes(p, tensors, numel)
     row, rows, itemsize = shared.row, guest_rows(p), shared.itemsize
-    found = {"guest_weights": PLACES * numel * itemsize * bool(p.guests),
-             "guest_keys": PLACES * rows * row * itemsize,
-             "guest_gradients": PLACES * 4 * (numel + rows * row) * bool(p.guests),
+    found = {"guest_weights": HELPER_PLACES * numel * itemsize * bool(p.guests),
+             "guest_keys": HELPER_PLACES * rows * row * itemsize,
+             "guest_gradients": HELPER_PLACES * 4 * (numel + rows * row) * bool(p.guests),
              "repaid": sum(4 * (numel + n * row) for n in repaid_rows(p).values())}
     return {name: nbytes for name, nbytes in found.items() if nbytes}

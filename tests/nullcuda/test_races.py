@@ -177,7 +177,7 @@ def without(what):
     from unittest.mock import patch
 
     from memo.parallel.axis import Axis, Works
-    from memo.swap.streams import CudaStream
+    from memo.schedule.streams import CudaStream
     if what is None:
         return nullcontext()
     if isinstance(what, str):

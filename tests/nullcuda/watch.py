@@ -249,7 +249,7 @@ def te_that_tells(speeds):
 @contextmanager
 def watching(speeds):
     """memo as null CUDA shall see it."""
-    from memo.swap.streams import CudaStream
+    from memo.schedule.streams import CudaStream
 
     def init(self, name, timeline, stream, real=CudaStream.__init__):
         real(self, name, timeline, stream)

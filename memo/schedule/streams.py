@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memo.swap.spans import Span
+from memo.schedule.spans import Span
 
 Streams = namedtuple("Streams", "compute offload prefetch timeline send receive lanes",
                      defaults=(None, None, MappingProxyType({})))
@@ -98,12 +98,12 @@ class CudaStream:
     def record(self, event: Event) -> None:
         event.mark = CudaMark(self.stream)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, label: str = "") -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached."""
         if event.mark is not None:
             before = CudaMark(self.stream)
             self.stream.wait_event(event.mark.event)
-            self.timeline.add(self.name, event.kind, event.name, before, CudaMark(self.stream))
+            self.timeline.add(self.name, event.kind, label or event.name, before, CudaMark(self.stream))
 
     def synchronize(self) -> None:
         """Waits until all that was launched is done."""
@@ -178,13 +178,13 @@ class CpuStream:
     def record(self, event: Event) -> None:
         event.mark = self.put_mark()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, label: str = "") -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what
         went wrong before it in its stream."""
         if event.mark is not None:
             before = self.put_mark()
             self.put(lambda mark=event.mark: self.wait_for(mark))
-            self.timeline.add(self.name, event.kind, event.name, before, self.put_mark())
+            self.timeline.add(self.name, event.kind, label or event.name, before, self.put_mark())
 
     @staticmethod
     def wait_for(mark: CpuMark) -> None:

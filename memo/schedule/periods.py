@@ -9,16 +9,15 @@ are simulated.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from memo.swap.layer_states import EMBEDDING
-from memo.swap.schedule import Fates, Times, schedule, times_of, units_in_order
-from memo.swap.steps import Step
+from memo.schedule.program import EMBEDDING, Fates, units_in_order
+from memo.schedule.simulate import Times, times_of
+from memo.schedule.step import Moved, Op, Step, Unit
+from memo.schedule.waits import schedule
 
 STEADY = 1e-12  # distances whose difference is no larger a part of all seconds are equal
-steps_of = lru_cache(16)(schedule)  # most of the layouts that a search tries have the same
 
 
 class Totals(NamedTuple):
@@ -33,9 +32,9 @@ def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
               seconds: Callable[[Step], float]) -> Totals:
     """The Totals of a schedule where a step takes seconds(step)."""
     if fates.guests:  # which have layers of other stages
-        spans, _ = times = times_of(steps_of(fates, layers, subsequences, order), seconds)
-        ends = [max(end for (kind, _), (_, end) in spans.items() if kind == way)
-                for way in ("forward", "backward")]
+        spans, _ = times = times_of(schedule(fates, layers, subsequences, order), seconds)
+        ends = [max(end for step, (_, end) in spans.items() if step.op is op)
+                for op in (Op.FORWARD, Op.BACKWARD)]
         return Totals(ends[0], ends[1] - ends[0], times.stall_s)
     reach, runs = reach_of(fates, subsequences, order), runs_of(fates, layers, subsequences, order)
     for most in (3 * reach + 2, 6 * reach + 4):
@@ -43,14 +42,14 @@ def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
         if subsequences > 1 and not fates.lent and sum(short) <= layers // 2 and (
                 found := totals_of_few(fates, runs, short, reach, subsequences, order, seconds)):
             return found
-    times = times_of(steps_of(fates, layers, subsequences, order), seconds)
+    times = times_of(schedule(fates, layers, subsequences, order), seconds)
     return totals(times, layers, subsequences)
 
 
 def totals(times: Times, layers: int, subsequences: int) -> Totals:
-    forward = times.spans["forward", (layers - 1, subsequences - 1)][1]
-    last = "backward", "offload weight gradients"
-    end = max(end for (kind, _), (_, end) in times.spans.items() if kind in last)
+    forward = times.spans[Step(Op.FORWARD, Unit(layers - 1, subsequences - 1))][1]
+    end = max(end for step, (_, end) in times.spans.items()
+              if step.op is Op.BACKWARD or (step.op is Op.OFFLOAD and step.moved is Moved.WEIGHT_GRADIENTS))
     return Totals(forward, end - forward, times.stall_s)
 
 
@@ -78,7 +77,7 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
         like += range(first, first + few)
         first += n
     number = {unit: k for k, unit in enumerate(units_in_order(sum(runs), subsequences, order))}
-    whole = [number[like[layer], i] for layer, i in units_in_order(len(like), subsequences, order)]
+    whole = [number[Unit(like[layer], i)] for layer, i in units_in_order(len(like), subsequences, order)]
 
     def of_few(units: frozenset[int]) -> frozenset[int]:
         return frozenset(k for k, other in enumerate(whole) if other in units)
@@ -86,8 +85,8 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
                     input_only=of_few(fates.input_only))
     # states come of embedding and head, too
     there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): sum(runs)}
-    times = times_of(steps_of(fates, len(like), subsequences, order),
-                     lambda step: seconds(step._replace(unit=(there[step.unit[0]], step.unit[1]))))
+    times = times_of(schedule(fates, len(like), subsequences, order),
+                     lambda step: seconds(step._replace(unit=Unit(there[step.unit[0]], step.unit[1]))))
     found = totals(times, len(like), subsequences)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:
@@ -102,20 +101,21 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
 def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
     """What one more layer adds beside those from `first` to `last`; None where these are in no steady
     state."""
-    ends: list[dict] = [{} for _ in range(first, last + 1)]
+    ends: list[dict[Step, float]] = [{} for _ in range(first, last + 1)]  # as of layer 0
     computing = 0.0
-    for (kind, (layer, i)), (start, end) in times.spans.items():
+    for step, (start, end) in times.spans.items():
+        layer, i = step.unit
         if first <= layer <= last:
-            ends[layer - first][kind, i] = end
-            if layer == last and Step(kind, (layer, i)).stream == "compute":
+            ends[layer - first][step._replace(unit=Unit(0, i))] = end
+            if layer == last and step.computes:
                 computing += end - start
     apart: dict[tuple, set[float]] = {}  # of the forward, of the backward; each subsequence's where it is one
     for below, above in zip(ends, ends[1:], strict=False):
         if below.keys() != above.keys():
             return None
-        for kind, i in above:
-            distance = above[kind, i] - below[kind, i]
-            apart.setdefault((distance > 0, i * (order != "layer")), set()).add(distance)
+        for step in above:
+            distance = above[step] - below[step]
+            apart.setdefault((distance > 0, step.unit[1] * (order != "layer")), set()).add(distance)
     equal = STEADY * max(end for _, end in times.spans.values())
     if any(max(distances) - min(distances) > equal for distances in apart.values()):
         return None

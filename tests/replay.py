@@ -1,17 +1,20 @@
-"""An independent check of a schedule: shares nothing with the function that makes it but the order of
-the units and the words. No torch.
+"""An independent check of a schedule: shares nothing with what makes the program and the waits but the order
+of the units and the words. What each step touches is stated here once more, with what must lie there
+(tests/places.py, tests/helping_places.py).
 
 The validator goes through the steps in the order in which the host launches them, and knows for each place in
 memory who wrote it last, what lies there, and who has read it since. A step is certain to be done before
 another one only where the streams' own order and the waits say so."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from memo.swap.helping_places import SharedMemory
-from memo.swap.places import Content, Memory, Place
-from memo.swap.schedule import Fates
-from memo.swap.steps import Key, Step
+from memo.schedule.program import Fates
+from memo.schedule.step import Step, Unit
+from memo.schedule.waits import Schedule
+from tests.helping_places import SharedMemory
+from tests.places import Content, Memory, Place
+
+Key = tuple[str, Unit]
 
 
 class Mark(NamedTuple):
@@ -88,33 +91,31 @@ def check_complete(memory: Memory, fates: Fates, clocks: dict[Key, dict[str, int
                                      f"{(layer, earlier)}")
 
 
-def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subsequences: int = 1,
+def validate_schedule(steps: Schedule, fates: Fates, layers: int, subsequences: int = 1,
                       order: str = "layer", trains: bool = True) -> None:
     """`trains`: whether a backward follows. Errors: ValueError: the rule that the steps violate, and the
     steps."""
     shared = fates.guests or fates.lent
     memory = (SharedMemory if shared else Memory)(fates, layers, subsequences, order, trains)
-    streams: dict[str, Key] = {}  # the last step of each stream
-    clocks: dict[Key, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
+    streams: dict[str, Step] = {}  # the last step of each stream
+    clocks: dict[Step, dict[str, int]] = {}  # of each stream the last step that is done for certain by then
     content: dict[Place, Content] = {}
     writer: dict[Place, Mark] = {}
     readers: dict[Place, dict[str, Mark]] = {}  # the last one of each stream since it was written
 
     def late(step: Step, other: Step, rule: str) -> ValueError:
-        return ValueError(f"{rule}: {step.kind} {step.unit} does not wait for {other.kind} {other.unit}")
-    for step in steps:
-        if step.key in clocks:
-            raise ValueError(f"each step comes once: {step.kind} {step.unit} comes again")
+        return ValueError(f"{rule}: {step} does not wait for {other}")
+    for step, waits in steps.items():
         stream, number = step.stream, len(clocks)
         clock = dict(clocks[streams[stream]]) if stream in streams else {}
-        for key in step.waits:
-            if key not in clocks:
-                raise ValueError("a step waits for steps that are launched before it: "
-                                 f"{step.kind} {step.unit} waits for {key}")
-            their = clocks[key]
+        for earlier in waits:
+            if earlier not in clocks:
+                raise ValueError(f"a step waits for steps that are launched before it: {step} waits for "
+                                 f"{earlier}")
+            their = clocks[earlier]
             clock = {name: max(clock.get(name, -1), their.get(name, -1)) for name in clock | their}
         clock[stream] = number
-        clocks[step.key], streams[stream], mine = clock, step.key, Mark(stream, number, step)
+        clocks[step], streams[stream], mine = clock, step, Mark(stream, number, step)
         access = memory.access(step)
         for place, _ in (one for one in access.reads + access.adds if one[0][0].startswith("sums")):
             if place not in writer:  # zeroed before the backward
@@ -127,11 +128,12 @@ def validate_schedule(steps: Iterable[Step], fates: Fates, layers: int, subseque
             rule = rule_of_read(step, wanted[0], memory.number.get(step.unit) in fates.copied)
             if other and there == wanted:
                 raise late(step, other.step, rule)
-            raise ValueError(f"{rule}: {step.kind} {step.unit} finds {there} where {wanted} must lie")
+            raise ValueError(f"{rule}: {step} finds {there} where {wanted} must lie")
         sums = [(place, ("sums", content[place][1] | {what})) for place, what in access.adds]
         for place, what in access.writes + sums:
             for other in [writer[place], *readers[place].values()] if place in writer else []:
                 if clock.get(other.stream, -1) < other.number:
                     raise late(step, other.step, rule_of_write(step, other.step))
             content[place], writer[place], readers[place] = what, mine, {}
-    check_complete(memory, fates, clocks, layers, subsequences, trains)
+    named = {(step.kind, step.unit): clock for step, clock in clocks.items()}
+    check_complete(memory, fates, named, layers, subsequences, trains)

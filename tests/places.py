@@ -3,8 +3,8 @@
 from functools import cached_property
 from typing import NamedTuple
 
-from memo.swap.schedule import Fates, units_in_order
-from memo.swap.steps import Key, Step, Unit, is_of_states
+from memo.schedule.program import Fates, units_in_order
+from memo.schedule.step import Step, Unit
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
 # place) an input or its gradient; ("slab", unit) the host's copy. With several subsequences ("stream", i)
@@ -86,11 +86,11 @@ class Memory:
 
     def access(self, step: Step) -> Access:
         """What a step reads and writes, a layer's parameters and their gradients among it."""
-        if is_of_states(step.kind):
+        if step.of_states:
             return self.layer_access(step)
         found, (layer, i) = self.unit_access(step), step.unit
         layer = {"embedding": -1, "embedding backward": -1, "head": self.layers}.get(step.kind, layer)
-        if step.stream != "compute" or layer not in self.come:
+        if not step.computes or layer not in self.come:
             return found
         if step.kind != "embedding backward":
             found.reads.append((("weights", layer % 2), ("weights", layer)))
@@ -197,6 +197,6 @@ class Memory:
         came.sort(key=lambda u: self.number[u[0] + 1, u[1]], reverse=True)  # each behind the unit above
         return {unit: turn for turn, unit in enumerate(came)}
 
-    def messages(self) -> set[Key]:
+    def messages(self) -> set[tuple[str, Unit]]:
         """Messages between homes and helpers that must come; here is none."""
         return set()

@@ -1,21 +1,22 @@
-"""What ran when: the spans of a step, which streams leave (memo/swap/streams.py) or a simulation
-(memo/parallel/pp.py), and the seconds that they add up to. No torch.
+"""What ran when: the spans of a step, which streams leave (memo/schedule/streams.py) or a simulation
+(memo/schedule/simulate.py), and the seconds that they add up to. No torch.
 """
 
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from memo.swap.schedule import Times
-from memo.swap.steps import Key, Step, is_message
+from memo.schedule.simulate import Times
+from memo.schedule.step import Step
+from memo.schedule.waits import Schedule
 
 # kind: launch; of the compute stream also wait, for a copy, and bubble, a wait for another stage
 Span = namedtuple("Span", "stream kind label start_s end_s")
 
 
-def wait_kind(key: Key) -> str:
-    """The kind of a Span in which a stream waits for a step."""
-    return "bubble" if is_message(key) else "wait"
+def wait_kind(step: Step) -> str:
+    """Names the kind of a Span in which a stream waits for a step."""
+    return "bubble" if step.is_message else "wait"
 
 
 def spent_s(spans: Iterable[Span], *kinds: str) -> float:
@@ -39,21 +40,21 @@ def length_s(spans: Iterable[Span]) -> float:
     return max(end for _, end in ends) - min(start for start, _ in ends)
 
 
-def simulated_spans(steps: Iterable[Step], times: Times) -> list[Span]:
-    """The spans that a stage's steps would leave in these Times."""
+def simulated_spans(steps: Schedule, times: Times) -> list[Span]:
+    """Makes the spans that a stage's steps would leave in these Times."""
     spans, free = list[Span](), 0.0
 
-    def name(key: Key) -> str:
-        kind, unit = key
-        return f"{kind} {'.'.join(map(str, unit))}"
-    for step in steps:
-        if step.stream == "compute":
-            for key in sorted(step.waits, key=wait_kind):
-                if (end := times.spans[key][1]) > free:
-                    spans.append(Span("compute", wait_kind(key), name(key), free, end))
+    def name(step: Step) -> str:
+        return f"{step.kind} {'.'.join(map(str, step.unit))}"
+    for step, waits in steps.items():
+        if step.computes:
+            for earlier in sorted(waits, key=wait_kind):
+                if (end := times.spans[earlier][1]) > free:
+                    label = f"{name(step)} waits for {name(earlier)}: {waits[earlier]}"
+                    spans.append(Span("compute", wait_kind(earlier), label, free, end))
                     free = end
-            free = times.spans[step.key][1]
-        spans.append(Span(step.stream, "launch", name(step.key), *times.spans[step.key]))
+            free = times.spans[step][1]
+        spans.append(Span(step.stream, "launch", name(step), *times.spans[step]))
     return spans
 
 

@@ -1,13 +1,14 @@
-"""What the validator knows of stages that compute rows for each other (memo/swap/helping.py, with which it
+"""What the validator knows of stages that compute rows for each other (memo/schedule/help.py, with which it
 shares nothing but the words). No torch."""
 
 from collections import defaultdict
 
-from memo.swap.places import Access, Content, Memory, Place
-from memo.swap.schedule import Fates
-from memo.swap.steps import BACK, LANES, Step, Unit
+from memo.schedule.program import Fates
+from memo.schedule.step import Step, Unit
+from tests.places import Access, Content, Memory, Place
 
 Reads = list[tuple[Place, Content]]
+BACK = " back"
 
 
 class SharedMemory(Memory):
@@ -68,8 +69,8 @@ class SharedMemory(Memory):
     # --- who touches it ---
 
     def access(self, step: Step) -> Access:
-        first, unit = step.kind.split(" ")[0], step.unit
-        if first in LANES or first == "add":
+        unit = step.unit
+        if step.peer is not None:
             return self.guest_access(step) if unit[1] in self.guests else self.home_access(step)
         reads, writes, _ = super().access(step)
         if unit[1] in self.guests:

@@ -1,0 +1,194 @@
+"""Runs schedules without a device: when each step begins and ends, of one stage, or of all stages of a
+pipeline together: who waits how long for whom, and whether anybody waits for ever. No torch.
+
+Nothing is buffered: a message begins when its sender and its receiver have both come to it. From one stage to
+the next each direction has a communicator of its own, which does what it is given in order. Source: SPPO 3.3.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from memo.schedule.step import Op, Step
+from memo.schedule.waits import Schedule, Waits
+
+AS_SENT = "a message is received as it was sent"
+MET = "every message meets its other end"
+STAGES_CIRCLE = "stages do not wait for each other in a circle"
+Lane = tuple[int, str]  # a stage and one of its streams
+
+
+class Times(NamedTuple):
+    """When each step begins and ends, in seconds, and the seconds that the compute stream waited for
+    copies."""
+
+    spans: dict[Step, tuple[float, float]]
+    stall_s: float
+
+
+def times_of(steps: Schedule, seconds: Callable[[Step], float]) -> Times:
+    """Simulates one stage: each stream does one thing after the other, and a step takes seconds(step)."""
+    now, stall_s = defaultdict[str, float](float), 0.0
+    spans: dict[Step, tuple[float, float]] = {}
+    for step, waits in steps.items():
+        stream = step.stream
+        start = before = now[stream]
+        for earlier in waits:
+            start = max(start, spans[earlier][1])
+        if step.computes:
+            stall_s = stall_s + start - before
+        now[stream] = end = start + seconds(step)
+        spans[step] = start, end
+    return Times(spans, stall_s)
+
+
+def described(step: Step) -> str:
+    unit = tuple(step.unit)
+    return f"{step.kind} of " + (f"unit {unit}" if step.peer is not None or step.computes
+                                 else f"subsequence {unit[1]}")
+
+
+def said(stage: int, step: Step) -> str:
+    return f"stage {stage} in {described(step)}"
+
+
+class End(NamedTuple):
+    """One end of the messages that a stage sends to another one, or receives: those of a kind are posted in
+    order. `peer`: see Step; None for neighbours."""
+
+    stage: int
+    op: Op
+    moved: object
+    back: bool
+    peer: int | None
+
+
+def end_of(stage: int, step: Step) -> End:
+    return End(stage, step.op, step.moved, step.back, step.peer)
+
+
+def other_end(stage: int, step: Step) -> End | None:
+    """Finds the other end of a message; None where a step is none."""
+    if not step.is_message:
+        return None
+    op = Op.RECEIVE if step.op is Op.SEND else Op.SEND
+    if step.peer is not None:
+        return End(step.peer, op, step.moved, step.back, stage)
+    # activations go up, gradients down
+    return End(stage + (1 if (step.op is Op.SEND) != step.back else -1), op, step.moved, step.back, None)
+
+
+class Stages:
+    """All stages, each somewhere in its schedule. seconds(stage, step): a message takes those of its
+    sender."""
+
+    def __init__(self, schedules: Sequence[Schedule], seconds: Callable[[int, Step], float]) -> None:
+        self.seconds = seconds
+        self.spans: list[dict[Step, tuple[float, float]]] = [{} for _ in schedules]
+        self.stall_s = [0.0] * len(schedules)
+        self.free: dict[Lane, float] = defaultdict(float)
+        self.lanes: dict[Lane, deque[tuple[Step, Waits]]] = defaultdict(deque)
+        self.waiting: dict[tuple[int, Step], list[Lane]] = defaultdict(list)
+        self.posted: dict[End, deque[tuple[Step, float]]] = defaultdict(deque)
+        for stage, steps in enumerate(schedules):
+            for step, waits in steps.items():
+                self.lanes[stage, step.stream].append((step, waits))
+
+    def run(self) -> list[Times]:
+        """The Times of each stage; stalls are waits for copies alone. Errors: ValueError."""
+        going = deque(self.lanes)
+        while going:
+            lane = going.popleft()
+            while self.lanes[lane] and (done := self.advance(lane)):
+                for stage, step in done:
+                    going += self.waiting.pop((stage, step), ())
+                    if (stage, step.stream) != lane:
+                        going.append((stage, step.stream))
+        if left := [lane for lane, steps in self.lanes.items() if steps]:
+            raise ValueError(self.refusal(min(left)))
+        return [Times(spans, stall) for spans, stall in zip(self.spans, self.stall_s, strict=True)]
+
+    def advance(self, lane: Lane) -> list[tuple[int, Step]]:
+        """What is done, of the lane's next step and, if that is a message, its other end; nothing if the step
+        has to wait."""
+        stage, _ = lane
+        (step, waits), spans = self.lanes[lane][0], self.spans[stage]
+        start = before = self.free[lane]
+        for earlier in waits:
+            if earlier not in spans:
+                self.waiting[stage, earlier].append(lane)
+                return []
+            start = max(start, spans[earlier][1])
+        if end := other_end(stage, step):
+            return self.meet(stage, step, start, end)
+        if step.computes and start > before:
+            bubble = max([before, *(spans[earlier][1] for earlier in waits if earlier.is_message)])
+            self.stall_s[stage] += start - bubble
+        self.finish(stage, step, start, start + self.seconds(stage, step))
+        return [(stage, step)]
+
+    def meet(self, stage: int, step: Step, start: float, theirs: End) -> list[tuple[int, Step]]:
+        """Both ends of a message, if the other one has been posted."""
+        mine, other = end_of(stage, step), theirs.stage
+        if not self.posted[mine]:  # a lane has one at a time
+            self.posted[mine].append((step, start))
+        if not self.posted[theirs]:
+            return []
+        (partner, since), _ = self.posted[theirs].popleft(), self.posted[mine].popleft()
+        if partner.unit[1] != step.unit[1] or (step.peer is not None and partner.unit != step.unit):
+            raise ValueError(f"{AS_SENT}: {said(stage, step)} meets {said(other, partner)}")
+        sender = (stage, step) if step.op is Op.SEND else (other, partner)
+        start = max(start, since)
+        for at, end in ((stage, step), (other, partner)):
+            self.finish(at, end, start, start + self.seconds(*sender))
+        return [(stage, step), (other, partner)]
+
+    def finish(self, stage: int, step: Step, start: float, end: float) -> None:
+        lane = stage, step.stream
+        self.spans[stage][step] = start, end
+        self.free[lane] = end
+        self.lanes[lane].popleft()
+
+    def refusal(self, lane: Lane) -> str:
+        """Why a lane does not go on: who waits in what for whom."""
+        path: list[Lane] = []
+        texts: list[str] = []
+        while lane not in path:
+            path.append(lane)
+            stage, (step, waits) = lane[0], self.lanes[lane][0]
+            lacks = next((earlier for earlier in waits if earlier not in self.spans[stage]), None)
+            if lacks:
+                lane = stage, lacks.stream
+                texts.append(f"{said(stage, step)} waits for its {described(lacks)}")
+            else:
+                end = other_end(stage, step)
+                assert end is not None  # only a message waits for another stage
+                lane = end.stage, step._replace(op=end.op, peer=end.peer).stream
+                texts.append(f"{said(stage, step)} waits for stage {lane[0]}")
+            if not self.lanes.get(lane):
+                return f"{MET}: {texts[-1]}, which has come to its end"
+        return f"{STAGES_CIRCLE}: {'; '.join(texts[path.index(lane):])}"
+
+
+def times_of_stages(schedules: Sequence[Schedule],
+                    seconds: Callable[[int, Step], float]) -> list[Times]:
+    """The Times of each stage, all on one clock. Errors: ValueError: a message that meets another one, or
+    none; stages that wait for each other."""
+    return Stages(schedules, seconds).run()
+
+
+def in_one_order(schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Sort the steps of each stage by when they begin if each takes as long, the forward's first -> schedules
+    in which the messages of all stages have one order. So they meet even where a stage does its messages one
+    after the other, whatever their communicators: each of several streams does its steps in the order as
+    before. Errors: as times_of_stages()."""
+    def ordered(stage: int, steps: Schedule, spans: dict[Step, tuple[float, float]]) -> Schedule:
+        def place(step: Step) -> tuple:
+            if (end := other_end(stage, step)) is None:
+                return step.back, spans[step][0]
+            if step.op is Op.SEND:
+                return step.back, spans[step][0], (stage, end.stage, step.kind)
+            return step.back, spans[step][0], (end.stage, stage, step._replace(op=end.op, peer=end.peer).kind)
+        return {step: steps[step] for step in sorted(steps, key=place)}
+    times = times_of_stages(schedules, lambda stage, step: 1.0)
+    return [ordered(k, steps, times[k].spans) for k, steps in enumerate(schedules)]

@@ -1,0 +1,114 @@
+"""What a program is a list of: a step is one thing that one stream does. No torch."""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Op(Enum):
+    """What a step does. ADD: a home adds what a helper has repaid."""
+
+    EMBED = "embedding"
+    FORWARD = "forward"
+    HEAD = "head"
+    RECOMPUTE = "recompute"
+    SWEEP = "sweep"  # makes a unit's keys and values again, from its input
+    BACKWARD = "backward"
+    EMBED_BACKWARD = "embedding backward"
+    ADD = "add"
+    OFFLOAD = "offload"  # device to host
+    PREFETCH = "prefetch"  # host to device
+    SEND = "send"  # to another stage
+    RECEIVE = "receive"
+
+    __hash__ = object.__hash__  # steps are keys of large tables; Enum's own hash is a Python function
+
+
+class Moved(Enum):
+    """What a copy or a message moves.
+
+    STREAM is what lies between two layers; GRADIENT is the gradient there. WEIGHTS and WEIGHT_GRADIENTS are
+    a layer's, in steps of its first unit; embedding and head are layers of their own. The last four go
+    between a home and its helper (memo/schedule/help.py), under names of their own: LOAN is lent and
+    borrowed, ROWS are passed and taken, RESULTS returned and fetched, REPAYMENT repaid and collected.
+    """
+
+    ACTIVATIONS = ""
+    KEYS = "keys"
+    INPUT = "input"  # of a unit, for a sweep
+    STREAM = "stream"
+    GRADIENT = "gradient"
+    WEIGHTS = "weights"
+    WEIGHT_GRADIENTS = "weight gradients"
+    LOAN = "loan"
+    ROWS = "rows"
+    RESULTS = "results"
+    REPAYMENT = "repayment"
+
+    __hash__ = object.__hash__
+
+
+class Unit(NamedTuple):
+    """A layer at one subsequence, or at what a stage computes for another one (msp.guest_number)."""
+
+    layer: int
+    subsequence: int
+
+
+COPIES, MESSAGES = (Op.OFFLOAD, Op.PREFETCH), (Op.SEND, Op.RECEIVE)
+HELP_NAMES = {
+    (Op.SEND, Moved.LOAN): "lend", (Op.RECEIVE, Moved.LOAN): "borrow",
+    (Op.SEND, Moved.ROWS): "pass", (Op.RECEIVE, Moved.ROWS): "take",
+    (Op.SEND, Moved.RESULTS): "return", (Op.RECEIVE, Moved.RESULTS): "fetch",
+    (Op.SEND, Moved.REPAYMENT): "repay", (Op.RECEIVE, Moved.REPAYMENT): "collect"}
+STATES = Moved.WEIGHTS, Moved.WEIGHT_GRADIENTS
+
+
+class Step(NamedTuple):
+    """One thing that one stream does, once in a program. `back`: whether it is part of the backward. `peer`:
+    the other stage, of a message between a home and a helper, or of an ADD."""
+
+    op: Op
+    unit: Unit
+    moved: Moved | None = None
+    back: bool = False
+    peer: int | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Whether the compute stream does it."""
+        return self.moved is None
+
+    @property
+    def is_message(self) -> bool:
+        """Whether another stage is at the other end."""
+        return self.op in MESSAGES
+
+    @property
+    def of_states(self) -> bool:
+        """Whether it brings a layer's parameters, or moves their gradients."""
+        return self.moved in STATES
+
+    @property
+    def stream(self) -> str:
+        """Names the stream. What a stream was handed earlier is done before."""
+        if self.moved is None:
+            return "compute"
+        if self.peer is None:
+            return self.op.value
+        return f"{'to' if self.op is Op.SEND else 'from'} {self.peer}"
+
+    @property
+    def kind(self) -> str:
+        """Names the step without its unit, for people: in pictures, tables and errors."""
+        name = HELP_NAMES.get((self.op, self.moved))  # type: ignore[arg-type]
+        words = [name or self.op.value]
+        if name is None and self.moved not in (None, Moved.ACTIVATIONS) and not (
+                self.is_message and self.moved is Moved.STREAM):
+            words.append(self.moved.value)  # type: ignore[union-attr]
+        if self.peer is not None:
+            words.append(str(self.peer))
+        twice = self.op is Op.PREFETCH and self.of_states  # in the forward, and in the backward
+        return " ".join(words + ["back"] * (self.back and (self.peer is not None or twice)))
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.unit.layer}, {self.unit.subsequence})"
