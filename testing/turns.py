@@ -56,7 +56,8 @@ AROUND = {"states host": {"compute of the pass": "compute"},
 
 class ByTurns(CpuStream):
     """One of several `streams` that do nothing until somebody waits for one of them: then the calling thread
-    does what they were handed. It waits for no event `removed`. `weight`: how often its turn comes."""
+    does what they were handed. It waits for no event that is called `removed`, or that with one number
+    behind. `weight`: how often its turn comes."""
 
     def __init__(self, name: str, timeline: Timeline, streams: list["ByTurns"]) -> None:
         super().__init__(name, timeline)
@@ -71,7 +72,7 @@ class ByTurns(CpuStream):
         self.put(partial(work, *args))
 
     def wait(self, event: Event, label: str = "") -> None:
-        if event.mark is not None and event.name.rpartition(" ")[0] != self.removed:
+        if event.mark is not None and self.removed not in (event.name, event.name.rpartition(" ")[0]):
             self.put(lambda: None, event.mark)
 
     @property
@@ -86,16 +87,32 @@ class ByTurns(CpuStream):
             stream.queue.popleft()[0]()
 
 
+def streams_by_turns() -> Streams:
+    """The three streams of a device, which take turns."""
+    timeline, taking_turns = Timeline(), list[ByTurns]()
+    compute, offload, prefetch = (ByTurns(name, timeline, taking_turns)
+                                  for name in ("compute", "offload", "prefetch"))
+    return Streams(compute, offload, prefetch, timeline)
+
+
+def shuffle(streams: list[ByTurns], seed: int, removed: str, late: str) -> None:
+    """Makes their turns those of `seed`. `removed`: a wait that is left out; `late`: who does what it is
+    for."""
+    random.seed(seed)
+    for stream in streams:
+        stream.removed, stream.weight = removed, 10 ** random.uniform(-2, 0)
+        if removed and stream.name == late:
+            stream.weight = 1e-4  # without the wait the others overtake it
+
+
 class Racing:
     """A model of RACES over three such streams."""
 
     def __init__(self, race: str) -> None:
         keys, changed = RACES[race]
-        self.late, timeline = WAITS[race] | AROUND.get(race, {}), Timeline()
-        self.streams: list[ByTurns] = []
-        compute, offload, prefetch = (ByTurns(name, timeline, self.streams)
-                                      for name in ("compute", "offload", "prefetch"))
-        streams = Streams(compute, offload, prefetch, timeline)
+        self.late = WAITS[race] | AROUND.get(race, {})
+        streams = streams_by_turns()
+        self.streams = streams.compute.streams
         there = dict(states="device", activation="keep", alpha="auto")
         self.expected = self.passes(*self.built(Config(**SHAPE | keys | there), {}))
         self.model, self.optimizer = self.built(Config(**SHAPE | keys), changed, streams)
@@ -129,11 +146,7 @@ class Racing:
     def is_right(self, seed: int, removed: str = "") -> bool:
         """Whether they have the bits of a model with all on the device. `removed`: waits that are left
         out."""
-        random.seed(seed)
-        for stream in self.streams:
-            stream.removed, stream.weight = removed, 10 ** random.uniform(-2, 0)
-            if removed and stream.name == self.late[removed]:
-                stream.weight = 1e-4  # without the wait the others overtake it
+        shuffle(self.streams, seed, removed, self.late.get(removed, ""))
         if slab := self.model.swap.slab:
             slab.bytes.fill_(0xFF)  # NaN, lest the copies of the seed before be right by chance
         return all(map(torch.equal, self.passes(self.model, self.optimizer), self.expected))

@@ -1,0 +1,150 @@
+"""MEMO's training step on one device, as the paper has it (MEMO 4.1). Read this file first.
+
+Why. A layer keeps activations from its forward for its backward, 16 numbers for each token and channel. At a
+million tokens no GPU holds those of all layers. Recomputing all of them runs attention twice. Copying all of
+them to the host can take longer than the layers compute, and more memory than the host has.
+
+The idea. The device has two buffers, and layer k computes in buffer k % 2. The host gets a copy of each
+layer's input x and of attention's output attn_out with its statistic lse. Each row (a token) of all other
+tensors follows from the same row of these two: so the host gets a fraction alpha of the other tensors' rows,
+and the backward recomputes the rest, without attention. Three streams work at the same time. Of five layers,
+F the forward, R the recompute, B the backward:
+
+    buffer     0     1     0     1     0           0     1        0        1        0
+    compute    F0 ─► F1 ─► F2 ─► F3 ─► F4 ─► head  B4 ─► R3 B3 ─► R2 B2 ─► R1 B1 ─► R0 B0
+    offload          0 ──► 1 ──► 2 ──► to the host
+    prefetch                               from the host 2 ─────► 1 ─────► 0
+
+Four kinds of waits keep the streams apart. A copy to the host waits until its layer has computed; F2 waits
+until layer 0 is copied, since it writes over buffer 0. The copy back of layer 2 waits until B4 has used up
+buffer 0; R2 waits until layer 2 is back. The last two layers never leave their buffers.
+
+The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
+memo/schedule/program.py makes the list, model.py executes it. tests/test_plain.py holds both to the same
+bits.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Protocol
+
+import torch
+
+from memo.block import Block
+from memo.config import Config
+from memo.edges import Edges
+from memo.layer import INPUT, SPLIT_ROWS, n_rows, tensors_of
+from memo.schedule.streams import Event, Streams
+from memo.swap.slab import HostSlab
+
+
+class Model(Protocol):
+    """Names what the step uses of a GPT (model.py)."""
+
+    blocks: list[Block]  # the layers
+    edges: Edges  # embedding and head
+
+    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class Activations(SimpleNamespace):
+    """Holds what a layer keeps for its backward, by name, for Block to fill and read: x, ln1_out, q, k, v,
+    attn_out, lse, mid and so on, as memo/layer.py lists them. Each tensor is a view of the layer's buffer."""
+
+    x: torch.Tensor
+    dropped: dict[str, slice]  # the rows to recompute, of each tensor that lacks any
+    kept: list[tuple[torch.Tensor, torch.Tensor]]  # (bytes in the buffer, their place on the host), to copy
+    pieces = None  # keys and values of earlier subsequences: there are none
+
+
+@dataclass
+class Memory:
+    """Holds the activations of all layers; behind the last layer's stands an entry whose x is the last
+    layer's output. `slab`: the host's memory, exactly as large as what is copied; None where nothing is."""
+
+    layers: list[Activations]
+    slab: HostSlab | None
+
+
+def kept_rows(alpha: float, n: int) -> int:
+    """Counts the rows out of n that survive of a tensor of which a fraction alpha survives."""
+    # products of few rows may differ in their last bits from products of many: rows go by the piece
+    piece = max(1, min(SPLIT_ROWS, n // 16))
+    fraction = alpha * (1 + 1e-12)  # 0.29 of 100 is 29, not 28
+    return n if alpha >= 1 else int(min(fraction * n, n - piece) / piece) * piece
+
+
+def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.device) -> Memory:
+    """Takes the buffers and the slab, once, before the first step."""
+    # n rows, one for each token. x, attn_out and lse are in no group: all of their rows survive
+    tensors, n, L = tensors_of(cfg, dtype.itemsize), n_rows(cfg), cfg.n_layer
+    rows = {name: kept_rows(alpha, n) if t.group else n for name, t in tensors.items()}
+    kept = {name: t.nbytes // n * rows[name] for name, t in tensors.items()}  # bytes
+    # Dropped rows need no memory of their own, so the two buffers of a tensor share it:
+    #     buffer 0   kept rows | shared rows
+    #     buffer 1               shared rows | kept rows
+    # x has three: layer k writes the next layer's x while that of layer k - 1 is still copied.
+    buffers = {}
+    for name, t in tensors.items():
+        size = 3 * t.nbytes if name == INPUT else t.nbytes + kept[name]
+        whole = torch.empty(size, dtype=torch.uint8, device=device)
+        buffers[name] = whole.split(t.nbytes) if name == INPUT else (whole[:t.nbytes], whole[kept[name]:])
+    host_bytes, used = max(0, L - 2) * sum(kept.values()), 0
+    slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
+    layers = [Activations(dropped={}, kept=[]) for _ in range(L + 1)]
+    for k, s in enumerate(layers):
+        for name, t in tensors.items():
+            buffer = buffers[name][k % len(buffers[name])]
+            setattr(s, name, buffer.view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape))
+            if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes
+                s.dropped[name] = slice(0, n - rows[name]) if k % 2 else slice(rows[name], n)
+            if slab is not None and k < L - 2 and kept[name]:
+                first = t.nbytes - kept[name] if k % 2 else 0
+                s.kept += slab.pairs(used, buffer[first:first + kept[name]])
+                used += kept[name]
+    return Memory(layers, slab)
+
+
+def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies [(destination, source)]; on CUDA the host does not wait for it."""
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)
+
+
+def training_step(model: Model, memory: Memory, streams: Streams, tokens: torch.Tensor,
+                  targets: torch.Tensor) -> torch.Tensor:
+    """Computes the mean loss of tokens (B, T), and adds its gradients to those of the parameters."""
+    compute, offload, prefetch = streams.compute, streams.offload, streams.prefetch
+    blocks, edges, layers, L = model.blocks, model.edges, memory.layers, len(model.blocks)
+    computed, offloaded, done, prefetched = ([Event(f"{what} {k}") for k in range(L)] for what in (
+        "forward", "offload", "backward", "prefetch"))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
+    turn = model.rotations_of(positions)  # rotary positions; None where positions are learned
+    ids, loss = tokens.reshape(-1), torch.zeros((), device=tokens.device)
+
+    compute.launch("embedding", edges.embed, ids, positions, layers[0].x)
+    for k in range(L):
+        if k >= 2:  # protects layer k - 2: its copy still reads the buffer that layer k writes over
+            compute.wait(offloaded[k - 2])
+        compute.launch(f"forward {k}", blocks[k].forward, layers[k], turn, layers[k + 1].x)
+        if k < L - 2:
+            compute.record(computed[k])
+            offload.wait(computed[k])  # protects the slab from a layer that has not computed yet
+            offload.launch(f"offload {k}", copy, [(host, buffer) for buffer, host in layers[k].kept])
+            offload.record(offloaded[k])
+    # the head adds to the loss, and writes the gradient of the last layer's output over this
+    compute.launch("head", edges.head, layers[L].x, targets.reshape(-1), len(ids), 1.0, loss)
+    for k in reversed(range(L)):
+        if k < L - 2:  # protects layer k from rows that are not back yet
+            compute.wait(prefetched[k])
+        if layers[k].dropped:
+            compute.launch(f"recompute {k}", blocks[k].recompute, layers[k], turn, layers[k].dropped)
+        # layers[k + 1].x holds the gradient of the layer's output; that of its input goes over layers[k].x
+        compute.launch(f"backward {k}", blocks[k].backward, layers[k + 1].x, layers[k], turn)
+        if k >= 2:
+            compute.record(done[k])
+            prefetch.wait(done[k])  # protects layer k: its backward still reads what the copy writes over
+            prefetch.launch(f"prefetch {k - 2}", copy, layers[k - 2].kept)
+            prefetch.record(prefetched[k - 2])
+    compute.launch("embedding backward", edges.embed_backward, ids, positions, layers[0].x)
+    return loss
