@@ -63,14 +63,13 @@ from memo.schedule.spans import busy_s, length_s, stall_s
 from memo.signals import StopSignal, interruptible
 from memo.weights import hf_tensors
 from model import GPT, initial_weights
-from trace_step import trace_step
 
 # --- before the first step ---
 
 def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     """A run that is ready for its first step. `host`: the Axis of all ranks. Errors: ConfigError."""
     # all that can be wrong is found before a device is touched; all ranks agree on it
-    found = prepare_run(argv, launch, host, read_argv, trace_step)
+    found = prepare_run(argv, launch, host, read_argv)
     cfg, device = found.cfg, found.device
     # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,

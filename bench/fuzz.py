@@ -47,7 +47,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("memo", "config", "train.py", "model.py", "trace_step.py", "data/stdlib/prepare.py",
+SOURCES = ("memo", "config", "train.py", "model.py", "data/stdlib/prepare.py",
            "data/text/prepare.py")
 LIMIT_S = 20
 MEMORY_BYTES = 10 * 2**30  # of a command: a machine of 24 GiB must outlive what asks for too much

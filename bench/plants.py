@@ -60,7 +60,7 @@ COMMANDS = {
     "planner": ["memo.planner", "a.log", "-o", "plan.json"],
     "dsa": ["memo.dsa", "a.csv", "-o", "plan.csv"],
     "calibrate": ["memo.profiler", "--calibrate", "--device=cpu"],
-    "trace_step": ["trace_step.py", *TINY, "--vocab_size=300"],
+    "trace_step": ["memo.planner.trace_step", *TINY, "--vocab_size=300"],
 }
 NAMED = {"out", "made", "data", "run", "cache"}  # the command line names these folders: they may be links
 WRITES = re.compile(r"\d+ +(?:open(?:at)?\(.*O_(?:WRONLY|RDWR|CREAT|TRUNC)|(?:creat|rename|mkdir|rmdir|"

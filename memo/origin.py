@@ -15,7 +15,7 @@ from memo.keys import shown
 def code() -> dict[str, str]:
     """The code of this process: memo's version with 16 digits of the sha256 of its own files, and torch's."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
-    names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py", "trace_step.py")
+    names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py")
     for path in sorted(path for name in names for path in root.glob(name)):
         digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
     return {"memo": f"{__version__}, sources {digest.hexdigest()[:16]}", "torch": torch.__version__}

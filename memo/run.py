@@ -42,6 +42,7 @@ from memo.out_dir import LOCK, check_shared, is_locked, lock
 from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
+from memo.planner.trace_step import trace_step
 from memo.report import furnish
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
@@ -134,13 +135,13 @@ def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
                           f"again with data/text/prepare.py --tokenizer={folder}")
 
 
-def arena_here(trace_step: Callable, cfg: Config, machine: Machine) -> ArenaBytes:
-    """budget.traced_arena in this process."""
+def arena_here(cfg: Config, machine: Machine) -> ArenaBytes:
+    """Traces the arena in this process, as budget.traced_arena."""
     return traced_arena(cfg, machine, lambda keys: trace_step(
         replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
 
 
-def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step: Callable,
+def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
                passed_over: dict[Path, str]) -> Checked:
     """All that can be wrong before the device is touched, and that needs no other rank. Errors: ConfigError;
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
@@ -189,13 +190,13 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, trace_step:
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
                     kernels=dict(attention=attention.name, ops=ops.name), origin=origin)
     if not cfg.undecided:
-        return check_room(found, launch, trace_step)
+        return check_room(found, launch)
     with_fewest = stage_of(replace(least, vocab_size=cfg.vocab_size), launch.rank, launch.world)
     memory.host_limit(with_fewest, launch, dtype.itemsize)  # with more stages some host holds more
     return found
 
 
-def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = "") -> Checked:
+def check_room(found: Checked, launch: Launch, why: str = "") -> Checked:
     """Whether there is memory, and on rank 0 the Estimate. `why`: why its numbers were chosen.
     Errors: ConfigError."""
     cfg, device = found.cfg, found.device
@@ -207,7 +208,7 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
         warn("states=sharded has one replica here, so nobody shares its states; states=host takes less of "
              "the device")
     if found.speaks:
-        expected = expect(replace(cfg, **found.kernels), device, launch, partial(arena_here, trace_step),
+        expected = expect(replace(cfg, **found.kernels), device, launch, arena_here,
                           found.force)
         expected = expected and replace(expected, chosen=why)
     return replace(found, host_limit_bytes=limit, expected=expected)
@@ -215,7 +216,7 @@ def check_room(found: Checked, launch: Launch, trace_step: Callable, why: str = 
 
 # --- all ranks ---
 
-def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callable) -> Checked:
+def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
     Errors: ConfigError."""
     one, why = host.objects(together(
@@ -228,7 +229,7 @@ def with_numbers(found: Checked, launch: Launch, host: Axis, trace_step: Callabl
         why += f"; before: {' '.join(others)}" * bool(others)
     mine = stage_of(replace(found.cfg, **numbers), launch.rank, launch.world)
     found = replace(found, cfg=mine, asked=asked)
-    return together(host, check_room, found, launch, trace_step, why)
+    return together(host, check_room, found, launch, why)
 
 
 def choice_before(ckpt: checkpoint.Checkpoint | None) -> dict[str, Any]:
@@ -341,21 +342,19 @@ def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str])
     return held
 
 
-def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable,
-                trace_step: Callable) -> Checked:
+def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable) -> Checked:
     """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
-    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks); `trace_step`: the
-    function of trace_step.py. Errors: ConfigError."""
+    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks). Errors: ConfigError."""
     name = host.objects(run_name() if host.rank == 0 else "")[0]
     if before := restarted(argv, host, name, read_argv):
         argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
-    found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv, trace_step))
+    found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
     cfg, device = found.cfg, found.device
     here = found.origin | {"device in use": device.type, "checkpoint": found.ckpt and found.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     if cfg.undecided:
-        found = with_numbers(found, launch, host, trace_step)
+        found = with_numbers(found, launch, host)
         cfg = found.cfg
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects(f"{name}\n{uuid4().hex}")[0]

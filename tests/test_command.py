@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import trace_step
 from memo import command as commands
 from memo import convert, profiler, sample
 from memo.command import run
 from memo.device import device_name
 from memo.errors import ConfigError
 from memo.planner import __main__ as planner_main
+from memo.planner import trace_step
 from tests.helpers import ROOT, told
 
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -29,7 +29,7 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
     SEVEN, (*SEVEN, "--json"),
     *(("-m", f"memo.{name}", "--help")
       for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample", "evaluate", "doctor")),
-    ("train.py", "--help"), ("trace_step.py", "--block_size=128", "--vocab_size=99")])
+    ("train.py", "--help"), ("-m", "memo.planner.trace_step", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
     os.close(reader)
@@ -41,7 +41,7 @@ def test_a_command_ends_quietly_with_its_reader(command):
 
 COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),
             ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"), ("memo.doctor",),
-            ("trace_step.py", "--vocab_size=9"), ("memo.estimate",),
+            ("memo.planner.trace_step", "--vocab_size=9"), ("memo.estimate",),
             ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
             ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
 

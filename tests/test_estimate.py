@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.planner import rehearsal
 from memo.planner.trace import parse_trace
+from memo.planner.trace_step import trace_step
 from memo.run import arena_here
 from memo.swap.placement import Placement
 from model import GPT
@@ -45,7 +46,6 @@ from testing.paper import LONG, PAPER, of_that_width, paper_config, rows_of_tabl
 from testing.ranks import PROCESSES, TIMEOUT_S, pool
 from tests.helpers import ROOT, mesh_of
 from tests.helpers import argv as arguments
-from trace_step import trace_step
 
 A800, H100 = hardware.machine("a800-80gb"), hardware.machine("h100-80gb")
 LLAMA = dict(n_head=4, n_kv_head=2, head_dim=24, n_inner=192, norm="rmsnorm", mlp="swiglu", qk_norm=True,
@@ -137,7 +137,7 @@ def test_recompute_and_swap_of_table_4():
 
 @pytest.mark.slow
 def test_the_longest_context_on_the_papers_node():
-    arena = partial(arena_here, trace_step)
+    arena = arena_here
     for S, host_bytes in ((2**20, 1.035e12), (2**21, 2e12)):
         cfg = load(["config/7b_1m.py", f"--block_size={S}"])
         assert budget.estimate(*granting(cfg, A800, 8, host_bytes), 8, arena).fits
@@ -199,7 +199,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 def traced_arenas(*argv, device="cuda", preset="7b_1m"):
     cfg = load([f"config/{preset}.py", *argv])
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
-    return arena_here(trace_step, cfg, machine), fast_arena(cfg, machine)
+    return arena_here(cfg, machine), fast_arena(cfg, machine)
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_ranks_hold_what_was_estimated(layout):
     cfgs = [Config(**layout, n_layer=3, n_head=2, n_embd=32, vocab_size=50, block_size=2048, alpha=0.5,
                    subsequences=n, solver="greedy") for n in (1, 8)]
     here = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
-    estimates = [budget.estimate(cfg, here, 2, partial(arena_here, trace_step)) for cfg in cfgs]
+    estimates = [budget.estimate(cfg, here, 2, arena_here) for cfg in cfgs]
     for rank in pool(2).run(lines_of_a_rank, cfgs):
         for cfg, got, lines in zip(cfgs, estimates, rank, strict=True):
             for region in {line.region for line in lines}:
@@ -1031,7 +1031,7 @@ def test_attention_without_a_kernel_holds_the_scores():
         kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0]
                            for one in (cfg, slow))
         assert scores > kernels + 12 * 8192**2 * 8
-        assert sum(arena_here(trace_step, slow, A)) <= sum(fast_arena(slow, A))
+        assert sum(arena_here(slow, A)) <= sum(fast_arena(slow, A))
 
 
 @pytest.mark.parametrize(("keys", "message"), [

@@ -181,7 +181,7 @@ def test_what_else_has_changed_is_said_a_line_each(dataset, tmp_path, capsys, mo
 def test_the_digest_of_the_sources_is_that_of_every_file(tmp_path, monkeypatch):
     root = tmp_path / "memo"
     (root / "swap").mkdir(parents=True)
-    names = ("memo/a.py", "memo/swap/b.py", "memo/c.cpp", "model.py", "train.py", "trace_step.py")
+    names = ("memo/a.py", "memo/swap/b.py", "memo/c.cpp", "model.py", "train.py")
     for name in names:
         (tmp_path / name).write_text("x = 1\n")
     monkeypatch.setattr(origin, "__file__", str(root / "origin.py"))

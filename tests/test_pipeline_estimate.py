@@ -22,11 +22,11 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
+from memo.planner.trace_step import trace_step
 from memo.swap.placement import Placement
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, ROOT, argv, choosing
-from trace_step import trace_step
 
 H100 = hardware.machine("h100-80gb")
 STAGES = dict(unit_order="subsequence", subsequences=4, subsequence_cut="equal")

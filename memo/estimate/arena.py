@@ -1,5 +1,5 @@
-"""The arena of temporary tensors of a step: of a trace, which takes the model itself (trace_step.py), or a
-bound.
+"""The arena of temporary tensors of a step: of a trace, which takes the model itself
+(memo/planner/trace_step.py), or a bound.
 """
 
 import atexit
@@ -40,6 +40,7 @@ from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
 
 ROOT = Path(__file__).parents[2]
+TRACER = "memo.planner.trace_step"
 
 # of shortest(), what the memory requests of a step depend on
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
@@ -112,7 +113,7 @@ def tracer() -> tuple[subprocess.Popen, IO[str]]:
     """(a process that traces, and stays, for it needs torch, which takes seconds to import; its stderr).
     The process ends with this one."""
     errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
-    process = subprocess.Popen([sys.executable, ROOT / "trace_step.py", "-"], text=True, stderr=errors,
+    process = subprocess.Popen([sys.executable, "-m", TRACER, "-"], text=True, stderr=errors, cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                start_new_session=True)  # an interrupt of the terminal is not for it
     atexit.register(end, process)
@@ -133,7 +134,7 @@ def trace_elsewhere(keys: dict[str, Any]) -> Trace:
     assert process.stdout is not None  # it is a pipe
     try:
         print(json.dumps(keys), file=process.stdin, flush=True)
-        return parse_trace(json.loads(process.stdout.readline()), "trace_step.py")
+        return parse_trace(json.loads(process.stdout.readline()), TRACER)
     except BaseException as e:
         tracer.cache_clear()
         if not isinstance(e, (OSError, ValueError)):

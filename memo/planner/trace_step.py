@@ -1,5 +1,5 @@
 """Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
-GPU: python trace_step.py [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
+GPU: python -m memo.planner.trace_step [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
 With - it answers lines of stdin: to the keys of a step in JSON the requests, as a text in JSON.
 
 Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
