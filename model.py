@@ -15,6 +15,7 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
 from memo.planner.allocator import NoArena
 from memo.rope import parse_scaling, scaled
+from memo.schedule.execute import Work
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
@@ -275,37 +277,29 @@ class GPT:
         """Executes steps of the schedule: the host launches them in their order, and the waits between
         streams are theirs. done(bucket): see backward(). head(subsequence, last layer's output): what to do
         in the place of the head."""
-        complete: list[int] = []
-        B, T = self.shape
-        self.swap.begin(next(iter(steps)))
-        for step, waits in steps.items():
-            if not step.computes:
-                self.swap.wait(step, waits)
-                if step.is_message:
-                    self.swap.launch(step, self.swap.label(step), self.exchange, step)
-                elif step.of_states:
-                    label = f"{step.kind} {self.bucket_names[step.unit.layer + 1]}"
-                    self.swap.launch(step, label, *self.source.work_of(step))
-                else:
-                    self.swap.launch(step)  # a copy
-                continue
-            # Only now, when the prefetch that waited for the unit before is queued: copies start before
-            # messages.
-            while complete:
-                done(complete.pop())
-            bucket = self.bucket_of(step)
-            self.swap.wait(step, waits)  # for the copies that this step reads, or writes over
-            if bucket is not None:
-                self.arrive(bucket)  # its new parameters may still be on their way from other ranks
-            if step.op is Op.HEAD:
-                self.arrive(0)  # the embedding's matrix may serve there
-            label, *work = self.work_of(step, head)
-            self.swap.launch(step, label, self.arena.run, f"{B}x{T}/{label}", *work)
-            if bucket is not None and self.last_to_add.get(bucket) == step:
-                complete.append(bucket)
-        self.swap.end()
-        while complete:
-            done(complete.pop())
+        self.swap.executor.run(steps, partial(self.work_of, head=head), self.completed_by, done)
+
+    def completed_by(self, step: Step) -> int | None:
+        """Finds the bucket whose gradients are complete behind a step; None where it completes none."""
+        bucket = self.bucket_of(step) if step.computes else None
+        return bucket if bucket is not None and self.last_to_add.get(bucket) == step else None
+
+    def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> Work:
+        """Finds what a step does. Before one that computes its parameters have arrived. `head`: see
+        follow()."""
+        if step.is_message:
+            return Work(self.swap.label(step), self.exchange, (step,))
+        if step.of_states:
+            call, *arguments = self.source.work_of(step)
+            return Work(f"{step.kind} {self.bucket_names[step.unit.layer + 1]}", call, (*arguments,))
+        if not step.computes:
+            return self.swap.copy_of(step)
+        if (bucket := self.bucket_of(step)) is not None:
+            self.arrive(bucket)  # its new parameters may still be on their way from other ranks
+        if step.op is Op.HEAD:
+            self.arrive(0)  # the embedding's matrix may serve there
+        (B, T), (label, *work) = self.shape, self.computing(step, head)
+        return Work(label, self.arena.run, (f"{B}x{T}/{label}", *work))
 
     def bucket_of(self, step: Step) -> int | None:
         """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
@@ -338,7 +332,7 @@ class GPT:
         """Of a layer of this stage, flat."""
         return self.bucket_params[layer + 1]
 
-    def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
+    def computing(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
         plan. `head`: see follow()."""
         layer, i = step.unit

@@ -510,7 +510,7 @@ def test_every_single_wait_is_needed(racing, wait):
 @pytest.mark.parametrize("race", RACES)
 def test_there_is_no_wait_that_the_race_test_does_not_know(race):
     model = Racing(race).model
-    assert {e.name.rpartition(" ")[0] for e in model.swap.events.values()} == set(WAITS[race])
+    assert {e.name.rpartition(" ")[0] for e in model.swap.executor.events.values()} == set(WAITS[race])
     model.close()
 
 

@@ -2,7 +2,7 @@
 executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
@@ -11,18 +11,11 @@ from typing import Any
 import torch
 
 from memo.layer import INPUT, Layer
+from memo.schedule.execute import Executor, Work
 from memo.schedule.program import SWEEP_PLACES, swept_inputs
-from memo.schedule.spans import wait_kind
 from memo.schedule.step import Moved, Op, Step, Unit
-from memo.schedule.streams import (
-    Event,
-    Streams,
-    between_stages,
-    close_streams,
-    open_streams,
-    stream_named,
-)
-from memo.schedule.waits import Schedule, Waits
+from memo.schedule.streams import Streams, close_streams, open_streams
+from memo.schedule.waits import Schedule
 from memo.swap.lending import Lending, of_rows, of_sequences
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
@@ -53,8 +46,7 @@ class Swap:
     subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
     with the rows that other stages compute; `x[layer]` are all rows, where the device has them. `missing[k]`:
     {tensor: the rows to recompute} of unit k. `steps`: the schedule, `evaluation`: that of a forward alone;
-    whoever executes them hands each step to launch(). Nothing is allocated by then, and the host waits for
-    nothing (but on the CPU, which is its own device).
+    `executor` runs them.
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
     passes can be made. `numel`: elements of a layer's parameters, with padding. `lending`: what is sent to
@@ -110,6 +102,7 @@ class Swap:
         self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
+        self.executor = Executor(self.streams, self.label, p.layers_come)
         self.set_steps(p.schedule(), p.schedule(trains=False))
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -147,8 +140,7 @@ class Swap:
     def set_steps(self, steps: Schedule, evaluation: Schedule) -> None:
         """Makes these the schedules."""
         self.steps, self.evaluation = steps, evaluation
-        awaited = [step for waits in (*steps.values(), *evaluation.values()) for step in waits]
-        self.events = {step: Event(self.label(step), wait_kind(step)) for step in awaited}
+        self.executor.expect((steps, evaluation))
 
     def label(self, step: Step) -> str:
         return f"{step.kind} {self.name(step.unit)}"
@@ -215,47 +207,11 @@ class Swap:
             return x
         return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
 
-    def begin(self, first: Step) -> None:
-        """Before a pass: protects what the last one still computes with from what arrives from other stages
-        in its places, and before a forward from the parameters of layers that come."""
-        come = [self.streams.prefetch] * (self.placement.layers_come and not first.back)
-        if others := between_stages(self.streams) + come:
-            before = Event("compute of the pass before")
-            self.streams.compute.record(before)
-            for stream in others:
-                if stream is not self.streams.send:  # which sends nothing before it is computed
-                    stream.wait(before)
-
-    def end(self) -> None:
-        """Behind a pass: protects what is still sent from the next one."""
-        for stream in [one for one in between_stages(self.streams) if one is not self.streams.receive]:
-            sent = Event("all sent", "bubble")
-            stream.record(sent)
-            self.streams.compute.wait(sent)
-        if self.placement.layers_come:  # the norm, and the next backward, which adds to their places
-            left = Event("all gradients left")
-            self.streams.offload.record(left)
-            self.streams.compute.wait(left)
-
-    def wait(self, step: Step, waits: Waits) -> None:
-        """Holds back the stream of `step` until the steps are done that it waits for."""
-        for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
-            why = f"{self.label(step)} waits for {self.label(earlier)}: {waits[earlier]}"
-            stream_named(self.streams, step.stream).wait(self.events[earlier], why)
-
-    def launch(self, step: Step, label: str | None = None, work: Callable | None = None, *args: Any) -> None:
-        """Hands `step` to its stream, and notes it for the steps that wait for it. work(*args): what a step
-        does that is no copy."""
-        stream = stream_named(self.streams, step.stream)
-        if work is not None:
-            stream.launch(label, work, *args)
-        else:
-            pairs = self.pairs.get(step, [])
-            if step.op is Op.OFFLOAD:
-                pairs = [(host, device) for device, host in pairs]
-            stream.launch(self.label(step), copy_bytes, pairs)
-        if step in self.events:
-            stream.record(self.events[step])
+    def copy_of(self, step: Step) -> Work:
+        """Finds what a step copies."""
+        pairs = self.pairs.get(step, [])
+        there = [(host, device) for device, host in pairs] if step.op is Op.OFFLOAD else pairs
+        return Work(self.label(step), copy_bytes, (there,))
 
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""
