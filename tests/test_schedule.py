@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from memo.schedule import periods
+from memo.schedule.listing import listing, shortened
 from memo.schedule.program import STREAM_PLACES, Fates, keys_leave, stream_leaves, units_in_order
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
@@ -418,3 +419,18 @@ def test_seconds_of_few_layers_are_those_of_all():
         assert found == pytest.approx(every, rel=1e-9, abs=1e-9 * sum(every[:2])), instance
         few += all(call.args[1] < instance[1] for call in simulated.call_args_list)
     assert few > 30
+
+
+def test_a_program_on_a_screen_has_its_few_layers_and_each_wait():
+    fates = Fates(2, frozenset(range(30)), frozenset(range(31)))
+    lines = [*listing(fates, 32, 1, "layer")]
+    assert lines[0].startswith("program     of 4 of 32 layers: ")
+    assert "          5 compute   forward 2                  offload 0 (kept rows of buffer 0)" in lines
+    assert sum(line.split()[0].isdigit() for line in lines) == 18
+    for instance in instances(60, seed=6):
+        few, layers, subsequences = shortened(*instance)
+        steps = schedule(few, layers, subsequences, instance[3])
+        assert refusal(steps, (few, layers, subsequences, instance[3])) is None, instance
+        lines = [*listing(*instance)]
+        assert len(lines) == 2 + len(steps)
+        assert sum(line.count("(") for line in lines[1:]) == sum(map(len, steps.values()))

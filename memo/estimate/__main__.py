@@ -2,8 +2,8 @@
 how long the context could be. Without a GPU; with --fast without torch too.
 
     python -m memo.estimate config/7b_1m.py --gpus=8 --gpu=a800-80gb [--search] [--max_context]
-                            [--json] [--plot] [--fast] [--node=NAME] [--<figure of the hardware>=NUMBER]
-                            [--key=value ...]
+                            [--json] [--plot] [--program] [--fast] [--node=NAME]
+                            [--<figure of the hardware>=NUMBER] [--key=value ...]
 """
 
 import sys
@@ -35,6 +35,7 @@ FIGURES = {name: figure(name) for name in ("device_memory_bytes", *sorted(
     (hardware.known_figures(hardware.GPU) | hardware.known_figures(hardware.Node)) - {"memory_bytes"}))}
 NUMBERS = FIGURES | {"gpus": figure("gpus")}
 FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest block_size that fits",
+         "program": "what the streams of a step do, in which order, and wait for: of a few layers",
          "fast": "a bound of the temporary tensors' memory instead of a trace of the step",
          "json": "one object"}
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
@@ -114,6 +115,7 @@ from memo.estimate.report import (
 )
 from memo.estimate.search import longest, longest_of_layouts, search
 from memo.formulas import parameters, percent
+from memo.schedule.listing import listing
 
 
 def local_vocab_size(dataset: str) -> int:
@@ -197,6 +199,9 @@ def main(argv: list[str]) -> int:
     if both:
         lines += ["", f"{'longest':>13}  {HEADING}",
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
+    if options.get("program"):
+        p = got.placement
+        lines += ["", *listing(p.fates, p.n_layer, p.subsequences, p.order)]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
         for path in draw_estimate(got, machine, world, most, options["plot"]):

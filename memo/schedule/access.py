@@ -221,7 +221,7 @@ class Memory:
     def forward(self, unit: Unit) -> Access:
         own = [self.input(unit), self.keys(unit)] if self.several else []
         return Access([self.below(unit), *self.prefix(unit, own=False)],
-                      [*own, self.kept(unit), self.rest(unit), self.above(unit)])
+                      [self.kept(unit), self.rest(unit), *own, self.above(unit)])
 
     def head(self, unit: Unit) -> Access:
         # the gradient takes the place of what it is made of

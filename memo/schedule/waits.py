@@ -42,8 +42,9 @@ def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
     for number, step in enumerate(steps):
         stream, (reads, writes) = step.stream, memory.access(step)
         clock = dict(clock_of.get(stream, {}))
-        before = {writer[place]: place for place in reads if place in writer}
-        for place in writes:
+        # of several places that a wait protects the first one names it
+        before = {writer[place]: place for place in reversed(reads) if place in writer}
+        for place in reversed(writes):
             if place in writer:
                 before[writer[place]] = place
             if place in readers:
