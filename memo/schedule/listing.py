@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memo.schedule.program import Fates, units_in_order
-from memo.schedule.step import Step
+from memo.schedule.step import Step, Unit
 from memo.schedule.waits import schedule
 
 LAYERS, SUBSEQUENCES = 4, 2  # that are shown: the first half and the last half of them
@@ -26,8 +26,7 @@ def shortened(fates: Fates, layers: int, subsequences: int, order: str) -> tuple
                     for pieces in (fates.guests, fates.lent))
     number = {unit: k for k, unit in enumerate(units_in_order(layers, subsequences, order, fates.guests))}
     units = units_in_order(len(like), len(several), order, guests)
-    whole = [number[like[unit.layer], several[unit.subsequence] if unit.subsequence < len(several)
-                    else unit.subsequence] for unit in units]
+    whole = [number[Unit(like[layer], several[i] if i < len(several) else i)] for layer, i in units]
     n = min(fates.n_buffers, len(units))
 
     def picked(those: frozenset[int]) -> frozenset[int]:
