@@ -1,5 +1,6 @@
 """The schedule: what is made is valid, what is changed in a way that matters is not, and times add up."""
 
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -8,14 +9,22 @@ from unittest.mock import patch
 import pytest
 
 from memo.schedule import periods
+from memo.schedule.access import Access, Memory
 from memo.schedule.listing import listing, shortened
-from memo.schedule.program import STREAM_PLACES, Fates, keys_leave, stream_leaves, units_in_order
+from memo.schedule.program import (
+    STREAM_PLACES,
+    Fates,
+    keys_leave,
+    program,
+    stream_leaves,
+    units_in_order,
+)
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
-from memo.schedule.waits import compute_only, schedule
+from memo.schedule.waits import compute_only, schedule, with_waits
 from memo.swap.placement import Placement
 from tests.helpers import unaware
-from tests.program_cases import digests
+from tests.program_cases import cases, digests
 from tests.replay import RULES, validate_schedule
 
 BACK = " back"
@@ -434,3 +443,25 @@ def test_a_program_on_a_screen_has_its_few_layers_and_each_wait():
         lines = [*listing(*instance)]
         assert len(lines) == 2 + len(steps)
         assert sum(line.count("(") for line in lines[1:]) == sum(map(len, steps.values()))
+
+
+def test_touches_that_an_operation_does_not_state_are_missed():
+    """Without all that steps of one kind read or write, some program lacks waits, and the replay finds it."""
+    def kind(step):
+        return step.op, step.moved, step.peer is not None and step.back
+    missed, seen = set(), set()
+    for case in itertools.islice(cases(), 0, None, 23):
+        steps, said = [*program(*case.arguments)], Memory.access
+        kinds = {kind(step) for step in steps}
+        seen |= kinds
+        for silent in kinds - missed:
+            def access(memory, step, silent=silent, said=said):
+                return Access([], []) if kind(step) == silent else said(memory, step)
+            with patch.object(Memory, "access", access):
+                waits = with_waits(steps, Memory(*case.arguments))
+            fates, layers, subsequences, order, trains = case.arguments
+            if subsequences == 1:
+                fates = replace(fates, keys="stay")
+            if refusal(waits, (fates, layers, subsequences, order), trains):
+                missed.add(silent)
+    assert {str(k) for k in seen - missed} == set()
