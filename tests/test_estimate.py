@@ -320,7 +320,10 @@ def by_events(p, tensors, forward_s, backward_s, recompute_s, rate):
 
     @cache
     def offloaded(i):
-        return 0.0 if i < 0 or not copy[i] else max(computed(i), offloaded(i - 1)) + copy[i]
+        if i < 0 or not copy[i]:
+            return 0.0
+        made = computed(i - (i < p.input_only))  # an input alone is there before its layer computes
+        return max(made, offloaded(i - 1)) + copy[i]
 
     @cache
     def done(i):

@@ -84,7 +84,8 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["compute", "offload", "prefetch"]
     names = {(e["tid"], e["name"]) for e in events if e["ph"] == "X"}
     assert {(0, "forward 4"), (0, "recompute 3"), (0, "backward 0"), (0, "head"), (1, "offload 2"),
-            (2, "prefetch 0"), (0, "stall: prefetched 1")} <= names
+            (2, "prefetch 0"),
+            (0, "stall: recompute 1 waits for prefetch 1: kept rows of buffer 1")} <= names
     assert not any(name in ("offload 3", "prefetch 3", "recompute 4") for _, name in names)
 
 
