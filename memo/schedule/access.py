@@ -228,12 +228,10 @@ class Memory:
         return Access([], self.with_rows(self.above(unit), unit))
 
     def recompute(self, unit: Unit) -> Access:
-        reads, writes = [self.input(unit)], [self.rest(unit)]
+        reads, writes = self.survives(unit) + [self.input(unit)], [self.rest(unit)]
         if self.number[unit] in self.fates.input_only:
             reads += self.prefix(unit, own=True)
             writes.append(self.kept(unit))
-        else:
-            reads.append(self.kept(unit))
         if unit in self.turn:
             reads.append(Place(Region.LOAN, (self.turn[unit],)))
         return Access(reads, writes)
