@@ -31,12 +31,12 @@ from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
-from memo.parallel.rendezvous import validate_programs
 from memo.plots import plain
 from memo.schedule.streams import open_streams
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
 from model import GPT, initial_weights
+from tests.rendezvous import validate_programs
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = dict(n_layer=2, n_head=4, n_embd=256, batch_size=1, gradient_accumulation_steps=1, dataset="stdlib",

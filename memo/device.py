@@ -18,7 +18,7 @@ def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.d
     if cfg.device != "cpu":
         # Read when CUDA and NCCL start. Each stream gets a hardware queue of its own: in a shared one
         # messages that wait for other ranks hold up what is behind them. Messages of several communicators
-        # start in the order of the host, in which rendezvous.py and pp.py prove them to meet
+        # start in the order of the host, in which tests prove them to meet
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     cuda = torch.cuda.is_available()

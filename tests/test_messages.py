@@ -14,25 +14,14 @@ from memo.decide import Room, problem_of
 from memo.layer import layer_of, n_rows
 from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
-from memo.parallel.rendezvous import (
-    CIRCLE,
-    ENDED,
-    EQUAL,
-    POSTED,
-    SAME,
-    Communicator,
-    Notes,
-    Post,
-    Program,
-    Wait,
-    validate_programs,
-)
+from memo.parallel.notes import Communicator, Notes, Post, Program, Wait
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import schedule
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
 from tests.helpers import LLAMA, degrees_of
+from tests.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=2048, batch_size=2)
 GROUPS = 4  # of heads, with METP on two ranks

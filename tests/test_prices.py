@@ -19,7 +19,7 @@ from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
 from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.parallel.mesh import noted_mesh
-from memo.parallel.rendezvous import Post
+from memo.parallel.notes import Post
 from memo.schedule.streams import open_streams
 from memo.swap.placing import place_rows
 from model import GPT

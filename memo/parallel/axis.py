@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from memo.device import synchronize
 from memo.launch import FOREVER
-from memo.parallel.rendezvous import Notes
+from memo.parallel.notes import Notes
 
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25

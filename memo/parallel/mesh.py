@@ -17,7 +17,7 @@ from memo.launch import FOREVER, Launch, connection_errors, process_group
 from memo.layout import communicators
 from memo.msp import Help, helping_pairs
 from memo.parallel.axis import Axis
-from memo.parallel.rendezvous import Communicator, Notes, Program
+from memo.parallel.notes import Communicator, Notes, Program
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ What can be done is done, in any order: no message can take another one's partne
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from memo.parallel.notes import Communicator, Post, Wait
 
 # the ends of a message from rank to rank; all other kinds are collectives
 HALVES = {"shift": ("to", "source"), "send": ("to",), "receive": ("source",)}
@@ -29,60 +30,6 @@ POSTED = "a message is posted before it is waited for"
 ENDED = "every message meets its other ends"
 CIRCLE = "ranks do not wait for each other in a circle"
 
-
-class Communicator(NamedTuple):
-    name: str
-    ranks: tuple[int, ...]
-
-
-class Post(NamedTuple):
-    """A message, which its rank knows by the number. `to`, `source`: the rank that it goes to, and the rank
-    that it comes from, where there is one."""
-
-    number: int
-    communicator: Communicator
-    kind: str
-    nbytes: int
-    to: int | None = None
-    source: int | None = None
-
-    def __str__(self) -> str:
-        ends = "".join(f" {name} {rank}" for name, rank in (("to", self.to), ("from", self.source))
-                       if rank is not None)
-        name, ranks = self.communicator
-        return f"{self.kind}{ends} of {self.nbytes} bytes on {name} of ranks {', '.join(map(str, ranks))}"
-
-
-class Wait(NamedTuple):
-    number: int
-
-
-class Program(list[Post | Wait]):
-    """What a rank posts and waits for."""
-
-
-class Noted(NamedTuple):
-    """Stands for the work of a message that nobody sends."""
-
-    program: Program
-    number: int
-
-    def wait(self) -> None:
-        self.program.append(Wait(self.number))
-
-
-class Notes(NamedTuple):
-    """Where an Axis without a group writes down what it is asked for."""
-
-    program: Program
-    communicator: Communicator
-
-    def post(self, kind: str, nbytes: int, **ends: int) -> Noted:
-        """`ends`: Post's `to` and `source`, as places among the communicator's ranks."""
-        number = len(self.program)
-        ranks = {end: self.communicator.ranks[place] for end, place in ends.items()}
-        self.program.append(Post(number, self.communicator, kind, nbytes, **ranks))
-        return Noted(self.program, number)
 
 
 @dataclass(eq=False)
