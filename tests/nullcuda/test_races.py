@@ -32,55 +32,54 @@ PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="
           "four, keys made, stream copied": dict(keys="made", stream="copied"),
           "four, states host, keys made": dict(keys="made")}
 # {layout: {what the swap waits for: the two sides of the race without}}
-COPIES = {"computed": ("offload", "forward"), "offloaded": ("offload", "forward"),
-          "done": ("prefetch", "backward"), "prefetched": ("prefetch", "backward")}
-UNITS = {"computed": ("offload keys", "forward"), "done": ("prefetch keys", "backward")}
-KEYS = UNITS | {"offloaded": ("offload keys", "forward"), "prefetched": ("prefetch keys", "backward")}
-STREAM = {"stream offloaded": ("offload stream", "prefetch stream"),
-          "stream prefetched": ("prefetch stream", "forward"),
-          "gradient offloaded": ("offload gradient", "prefetch gradient"),
-          "gradient prefetched": ("prefetch gradient", "backward"),
-          "head computed": ("offload stream", "head")}
+COPIES = {"forward": ("offload", "forward"), "offload": ("offload", "forward"),
+          "backward": ("prefetch", "backward"), "prefetch": ("prefetch", "backward")}
+UNITS = {"forward": ("offload keys", "forward"), "backward": ("prefetch keys", "backward")}
+KEYS = UNITS | {"offload": ("offload keys", "forward"), "prefetch": ("prefetch keys", "backward")}
+STREAM = {"offload stream": ("offload stream", "prefetch stream"),
+          "prefetch stream": ("prefetch stream", "forward"),
+          "offload gradient": ("offload gradient", "prefetch gradient"),
+          "prefetch gradient": ("prefetch gradient", "backward"),
+          "head": ("offload stream", "head")}
 SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order": COPIES,
-              "four, six buffers": UNITS | {"keys offloaded": ("offload keys", "forward"),
-                                            "keys prefetched": ("prefetch keys", "backward")},
-              "four, keys made": COPIES | {"head computed": ("prefetch input", "offload"),
-                                           "input prefetched": ("prefetch input", "sweep"),
-                                           "swept": ("prefetch input", "sweep")},
-              "four, stream copied": STREAM | {"computed": ("offload stream", "forward"),
-                                               "done": ("offload gradient", "backward")},
-              "stage": {"computed": ("send", "forward"), "received": ("receive", "forward"),
-                        "gradient received": ("receive gradient", "backward"),
-                        "done": ("send gradient", "backward"), "sent": ("receive", "send"),
+              "four, six buffers": UNITS | {"offload keys": ("offload keys", "forward"),
+                                            "prefetch keys": ("prefetch keys", "backward")},
+              "four, keys made": COPIES | {"prefetch input": ("prefetch input", "sweep"),
+                                           "sweep": ("prefetch input", "sweep")},
+              "four, stream copied": STREAM | {"forward": ("offload stream", "forward"),
+                                               "backward": ("offload gradient", "backward")},
+              "stage": {"forward": ("send", "forward"), "receive": ("receive", "forward"),
+                        "receive gradient": ("receive gradient", "backward"),
+                        "backward": ("send gradient", "backward"), "send": ("receive", "send"),
                         "all sent": ("receive", "send gradient")},
               "last stage": {"compute of the pass before": ("receive", "head")},
-              "helping stage": {"borrow 1 back done": ("borrow 1 back", "recompute"),
-                                "take 1 done": ("take 1", "forward"),
-                                "return 1 done": ("return 1", "forward"),
-                                "fetch 1 done": ("fetch 1", "forward"),
-                                "collect 1 back done": ("collect 1 back", "add"),
-                                "repay 1 back done": ("repay 1 back", "backward")},
-              "states host": {"prefetch weights done": ("prefetch weights", "forward"),
-                              "computed": ("forward", "prefetch weights"),
-                              "done": ("backward", "offload weight gradients"),
-                              "offload weight gradients done": ("offload weight gradients",
+              "helping stage": {"borrow 1 back": ("borrow 1 back", "recompute"),
+                                "take 1": ("take 1", "forward"),
+                                "return 1": ("return 1", "forward"),
+                                "fetch 1": ("fetch 1", "forward"),
+                                "collect 1 back": ("collect 1 back", "add"),
+                                "repay 1 back": ("repay 1 back", "backward")},
+              "states host": {"prefetch weights": ("prefetch weights", "forward"),
+                              "forward": ("forward", "prefetch weights"),
+                              "backward": ("backward", "offload weight gradients"),
+                              "offload weight gradients": ("offload weight gradients",
                                                                 "prefetch weight gradients back"),
-                              "prefetch weight gradients back done": ("offload weight gradients",
+                              "prefetch weight gradients back": ("offload weight gradients",
                                                                       "backward"),
                               "compute of the pass before": ("backward", "prefetch weights")},
               "four, states host, keys made": {
-                  "prefetch weights back done": ("prefetch weights back", "sweep"),
-                  "prefetch weight gradients done": ("prefetch weight gradients of the head",
+                  "prefetch weights back": ("prefetch weights back", "sweep"),
+                  "prefetch weight gradients": ("prefetch weight gradients of the head",
                                                      "offload weight gradients of the head"),
-                  "embedding done": ("embedding", "prefetch weights"),
-                  "prefetch weight gradients back done": ("prefetch weight gradients back", "backward")},
+                  "embedding": ("embedding", "prefetch weights"),
+                  "prefetch weight gradients back": ("prefetch weight gradients back", "backward")},
               "states host, tp2": {"offload weights used": ("all-reduce", "gradients of all tp ranks")},
-              "states sharded, dp2": {"prefetch weights done": ("all-gather", "forward"),
-                                      "prefetch weight gradients done": ("of the head (all-gather)", "head"),
-                                      "embedding done": ("embedding", "all-gather"),
+              "states sharded, dp2": {"prefetch weights": ("all-gather", "forward"),
+                                      "prefetch weight gradients": ("of the head (all-gather)", "head"),
+                                      "embedding": ("embedding", "all-gather"),
                                       "all gradients left": ("offload weight gradients", "adamw")},
-              "four in order, stream copied": {"head computed": ("offload stream", "head"),
-                                               "gradient prefetched": ("prefetch gradient", "backward")}}
+              "four in order, stream copied": {"head": ("offload stream", "head"),
+                                               "prefetch gradient": ("prefetch gradient", "backward")}}
 # of memo/staging.py: {stream that waits and event: the two sides of the race without}
 STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
                  "compute gradients": ("offload", "backward"), "compute weights": ("prefetch", "forward"),
@@ -181,10 +180,11 @@ def without(what):
     if what is None:
         return nullcontext()
     if isinstance(what, str):
-        def wait(self, event, real=CudaStream.wait):
-            names = event.name, f"{self.name} {event.name}"
-            if not any(name.startswith(f"{what} ") or name == what for name in names):
-                real(self, event)
+        def wait(self, event, label="", real=CudaStream.wait):
+            names = event.name, f"{self.name} {event.name}"  # with the number of a unit, or of a bucket
+            if not any(what in (name, name.rpartition(" ")[0]) or
+                       (name.startswith(f"{what} ") and " of " in name) for name in names):
+                real(self, event, label)
         return patch.object(CudaStream, "wait", wait)
     _, axis, call = what
     kept = []  # as the wait would: its tensors stay, lest another error be found than the missing order
