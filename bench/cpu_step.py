@@ -21,8 +21,8 @@ from bench.machine import machine
 from memo import memory
 from memo.config import Config
 from memo.optim import Optimizer
+from memo.verify.reference import Reference
 from model import GPT, initial_weights
-from testing.twin import Twin
 
 MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
           "default": dict(position="rope", bias=False, gelu="exact"),
@@ -87,7 +87,7 @@ def rivals(cfg, B, name):
     unplanned = memo(replace(cfg, memory_plan="off"))
     with Kernels() as kernels:
         unplanned()
-    twin = Twin(cfg).load(initial_weights(cfg, 0, "cpu"))
+    twin = Reference(cfg, torch.float32, blocked=False).load(initial_weights(cfg, 0, "cpu"))
     steps = {"memo": memo(cfg), "unplanned": unplanned, "floor": kernels.run,
              "twin": autograd_step(twin, lambda: twin(tokens, targets))}
     if name in TRANSFORMERS:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
+from memo.verify.reference import ReferenceLayer, attend_fast
 from testing.baseline_layer import ROTARY, logit_bytes, passes
 from testing.baselines import (
     DEEPSPEED,
@@ -28,7 +29,6 @@ from testing.baselines import (
     run,
     step_s,
 )
-from testing.twin import TwinBlock
 
 SHAPE = dict(n_layer=6, n_head=12, n_embd=768, vocab_size=50257, block_size=65536, dtype="bfloat16",
              subsequences=1)
@@ -39,7 +39,7 @@ A800 = hardware.machine("a800-80gb")
 def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
     cfg = Config(n_layer=1, n_head=4, n_embd=64, n_kv_head=kv_heads, n_inner=160, vocab_size=64,
                  block_size=32, batch_size=2, mlp=mlp, subsequences=1)
-    block, saved = TwinBlock(cfg), {}
+    block, saved = ReferenceLayer(cfg, attend_fast), {}
 
     def save(tensor):
         storage = tensor.untyped_storage()

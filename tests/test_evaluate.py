@@ -35,9 +35,9 @@ from memo.long_context import (
 )
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE
+from memo.verify.reference import Reference
 from model import GPT, initial_weights
 from testing.ranks import TIMEOUT_S, pool, start_ranks
-from testing.twin import Twin
 from tests.helpers import CPU, VOCAB, argv, degrees_of, mesh_of, perturbed_weights
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB, block_size=256)
@@ -58,15 +58,13 @@ def built(cfg, mesh=ALONE, kind=GPT):
     return model
 
 
-def twin_logits(cfg, tokens):
-    """(B, T, V), of the independent twin of built()'s model."""
-    twin = Twin(cfg).load((name, w * 8 if name.endswith(("q_w", "k_w", "wte", "wpe", "head_w")) else w)
-                          for name, w in perturbed_weights(cfg, CPU))
+def reference_logits(cfg, tokens):
+    """(B, T, V), of the independent model with the weights of built()'s."""
+    reference = Reference(cfg).load(
+        (name, w * 8 if name.endswith(("q_w", "k_w", "wte", "wpe", "head_w")) else w)
+        for name, w in perturbed_weights(cfg, CPU))
     with torch.no_grad():
-        x, cos, sin = twin.embed(tokens)
-        for block in twin.blocks:
-            x = block(x, cos, sin)
-        return F.linear(twin.lnf(x), (twin.head or twin.wte).weight)
+        return reference.logits(reference.hidden(tokens))
 
 
 # --- beside brute force ---
@@ -85,7 +83,7 @@ def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypat
         expected[t] = start
     for start in set(expected):
         window = slice(int(start), int(start) + context)
-        logits = twin_logits(cfg, ids[window][None])[0]
+        logits = reference_logits(cfg, ids[window][None])[0]
         mine = expected[window] == start
         nll = F.cross_entropy(logits, ids[window.start + 1:window.stop + 1], reduction="none").numpy()
         assert np.abs(losses[window] - nll)[mine].max() < 1e-4
@@ -95,9 +93,9 @@ def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypat
 def test_the_wanted_tokens_and_no_others_are_scored(family):
     cfg = Config(**SHAPE, **FAMILIES[family])
     windows = torch.randint(0, VOCAB, (3, 81), generator=torch.Generator().manual_seed(2))
-    logits = twin_logits(cfg, windows[:, :-1])
+    logits = reference_logits(cfg, windows[:, :-1])
     windows[0, 1:] = logits[0].argmax(1)  # some are the likeliest
-    logits = twin_logits(cfg, windows[:, :-1])
+    logits = reference_logits(cfg, windows[:, :-1])
     wanted = torch.rand(3, 80, generator=torch.Generator().manual_seed(3)) < 0.3
     log_p, right = token_scores(built(cfg), windows, wanted)
     target = windows[:, 1:]
@@ -250,7 +248,7 @@ def measured(host, folder, cfg):
     asked = Questions(open_dataset(str(folder), 1), [64, 160], [0.0, 0.7], 3, 1)
     made = measure_losses(model, asked, quiet), measure_needles(model, asked, quiet)
     windows = torch.randint(0, VOCAB, (1, 161), generator=torch.Generator().manual_seed(2))
-    windows[0, 1:] = twin_logits(cfg, windows[:, :-1])[0].argmax(1)  # some are the likeliest
+    windows[0, 1:] = reference_logits(cfg, windows[:, :-1])[0].argmax(1)  # some are the likeliest
 
     def right(i):
         return token_scores(model, windows, torch.ones(1, 160, dtype=torch.bool))[1].numpy()

@@ -1,4 +1,4 @@
-"""FP8 products against fp64, their scales, and a layer's gradients against an FP8 twin under autograd."""
+"""FP8 products against fp64, their scales, and a layer's gradients against the reference with FP8 linears."""
 
 from dataclasses import replace
 
@@ -13,14 +13,15 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import machine
 from memo.estimate.search import estimate_or_none, search
+from memo.flat import views
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE
 from memo.subsequences import subsequence_lengths
+from memo.verify.reference import Reference
 from model import GPT
-from testing.twin import Twin
 from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
 from tests.layouts import layout_keys, on_ranks, step_alone
 
@@ -247,37 +248,38 @@ class Fp8Linear(torch.autograd.Function):
         return dy @ w, dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def fp8_twin(cfg):
-    """The Twin whose layers' linears are Fp8Linear."""
-    twin = Twin(cfg)
-    for linear in (m for m in twin.blocks.modules() if isinstance(m, torch.nn.Linear)):
+def fp8_reference(cfg):
+    """The Reference whose layers' linears are Fp8Linear; in fp32, as what is rounded there."""
+    reference = Reference(cfg, torch.float32)
+    for linear in (m for m in reference.blocks.modules() if isinstance(m, torch.nn.Linear)):
         def forward(x, m=linear):
-            parts = m.weight.split(twin.blocks[0].widths) if m.weight.shape[0] == sum(
-                twin.blocks[0].widths) and m in [b.qkv for b in twin.blocks] else [m.weight]
+            parts = m.weight.split(reference.blocks[0].widths) if m in [
+                b.qkv for b in reference.blocks] else [m.weight]
             y = torch.cat([Fp8Linear.apply(x, w) for w in parts], -1)
             return y if m.bias is None else y + m.bias
         linear.forward = forward
-    return twin
+    return reference
 
 
 FAMILIES = dict(bias=True), LLAMA | dict(n_inner=96, head_dim=16)
 
 
 @pytest.mark.parametrize("keys", FAMILIES, ids=["gpt", "llama"])
-def test_gradients_against_an_fp8_twin(keys):
+def test_gradients_against_an_fp8_reference(keys):
     cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, block_size=64, matmul="fp8", **keys)
     model = GPT(cfg, CPU, torch.float32)
     Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
-    twin = fp8_twin(cfg).load(perturbed_weights(cfg, CPU))
+    reference = fp8_reference(cfg).load(perturbed_weights(cfg, CPU))
     batch = random_batch(cfg, 2, 64, CPU)
-    loss, want = model.forward(*batch, scale=1.0), twin(*batch)
+    loss, want = model.forward(*batch, scale=1.0), reference(*batch)
     model.backward()
     want.backward()
     assert abs(loss.item() - want.item()) < 1e-5 * want.item()
-    assert twin.worst_gradient(model)[0] < 1e-3
-    plain = Twin(cfg).load(perturbed_weights(cfg, CPU))
+    grads = views(model.layout, model.grads)
+    assert reference.worst_gradient(grads)[0] < 1e-3
+    plain = Reference(cfg).load(perturbed_weights(cfg, CPU))
     plain(*batch).backward()
-    assert plain.worst_gradient(model)[0] > 1e-2  # it is FP8 indeed
+    assert plain.worst_gradient(grads)[0] > 1e-2  # it is FP8 indeed
 
 
 def test_inputs_that_only_products_read_are_kept_in_fp8():

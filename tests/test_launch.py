@@ -98,6 +98,9 @@ def test_a_run_in_any_layout_is_the_run_of_one_process(dataset, tmp_path, ended,
     assert worst(losses(tmp_path), losses(alone)) < SAME
     val, reference = ([r["val_loss"] for r in rows(out) if "val_loss" in r] for out in (tmp_path, alone))
     assert worst(val, reference) < SAME
+    # AdamW takes the same steps with gradients of any scale: no loss tells of a wrong one
+    norms, want = ([r["grad_norm"] for r in rows(out)] for out in (tmp_path, alone))
+    assert worst(norms, want) < SAME
     spoke = [(tmp_path / f"console{r}").stat().st_size > 0 for r in range(ranks)]
     assert spoke == [True] + [False] * (ranks - 1)
     last, first = rows(tmp_path)[-1], rows(alone)[-1]

@@ -24,6 +24,7 @@ from memo.decide import Room, problem_of
 from memo.device import device_name, synchronize
 from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
+from memo.flat import views
 from memo.formulas import mfu, tgs
 from memo.launch import read_launch
 from memo.layer import head_rows, logit_bytes
@@ -34,8 +35,8 @@ from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes
+from memo.verify.reference import Reference
 from model import GPT, initial_weights
-from testing.twin import Twin
 
 LEARNING_RATE = 1e-5
 
@@ -121,7 +122,7 @@ class Counted(torch.autograd.graph.save_on_cpu):
         self.pack_hook = counted
 
 
-class Plain(Twin):
+class Plain(Reference):
     """The autograd twin with its layers checkpointed or offloaded, and its head in checkpointed chunks of
     tokens."""
 
@@ -129,9 +130,6 @@ class Plain(Twin):
         self.kind, self.host = kind, 0
         self.limit = host_bytes(self.cfg.host_memory_gb)  # before torch's pinned cache holds any of it
         return self
-
-    def chunk_loss(self, x, targets):
-        return F.cross_entropy(F.linear(self.lnf(x), self.wte.weight).float(), targets, reduction="sum")
 
     def forward(self, tokens, targets):
         x, cos, sin = self.embed(tokens)
@@ -147,7 +145,7 @@ class Plain(Twin):
                 for block in self.blocks:
                     x = block(x, cos, sin)
             self.host = hooks.nbytes
-        return loss_in_chunks(self.chunk_loss, x, targets, self.wte.weight.shape[0])
+        return loss_in_chunks(self.loss_sum, x, targets, self.wte.weight.shape[0])
 
 
 def loss_in_chunks(head, x, targets, vocabulary):
@@ -169,7 +167,7 @@ class Rival:
     def made(self, kind, cfg):
         """A module of (tokens, targets) -> loss; its `host`: bytes that it has offloaded."""
         with torch.device(device()):
-            twin = Plain(cfg).bfloat16()
+            twin = Plain(cfg, torch.bfloat16, blocked=False)
         return twin.set(kind).load(initial_weights(cfg, 0, device()))
 
     def step(self):
@@ -340,7 +338,7 @@ def check(notes, cfg):
     S, name = cfg.block_size, f"{cfg.mlp} {named(cfg)}"
     batches = torch.randint(0, cfg.vocab_size, (3, 2, 1, S), device=device())
     with torch.device(device()):
-        twin = Twin(cfg)
+        twin = Reference(cfg, torch.float32, blocked=False)
     twin.load((n, w.bfloat16().float()) for n, w in initial_weights(cfg, 0, device()))
     for batch in batches:
         want = twin(*batch)
@@ -355,7 +353,7 @@ def check(notes, cfg):
             for batch in batches:  # the host waits for none of them: each meets the copies of the one before
                 loss = model.forward(*batch, scale=1.0)
                 model.backward()
-            error, of = twin.worst_gradient(model)
+            error, of = twin.worst_gradient(views(model.layout, model.grads))
             notes.line(f"{name} {placement}: gradient of {of}", error, 3e-2, "away", error <= 3e-2)
             away = abs(loss.item() - want.item())
             notes.line(f"{name} {placement}: loss {want.item():.5f}", away, 1e-2, "away",

@@ -1,0 +1,275 @@
+"""An independent model of all families in plain torch under autograd: what memo's losses and gradients are
+compared with, in fp64 by default, and a rival in bench/.
+
+Of memo it knows a Config and the names of parameters; the arithmetic is its own.
+
+    B, T, C, V    sequences, tokens of each, hidden size, vocabulary without memo's padding
+    H, Hkv, D     heads of queries, heads of keys and values, elements of a head
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memo.config import Config
+
+SCORES = 2**24  # products of a query and a key that exist at once: 128 MiB in fp64
+LOGITS = 2**24  # likewise of a row and a token of the vocabulary
+Named = Mapping[str, torch.Tensor]  # by memo's names of parameters
+
+
+# --- positions ---
+
+def rotary_frequencies(cfg: Config) -> tuple[torch.Tensor, float]:
+    """Give (angle between neighbouring tokens of each pair of elements (D/2,), in radians, fp64; what
+    multiplies rotated vectors). Source: transformers' modeling_rope_utils; arXiv 2306.15595 (linear),
+    2309.00071 (YaRN), 2407.21783 (Llama 3)."""
+    D, theta = cfg.head_width, cfg.rope_theta
+    pair = torch.arange(D // 2, dtype=torch.float64)
+    plain = theta ** (-2 * pair / D)
+    given: dict[str, float | str | None] = json.loads(cfg.rope_scaling or "{}")
+    kind = given.get("rope_type") or given.get("type")
+
+    def number(name: str, default: float = 0.0) -> float:
+        return float(given.get(name) or default)
+    factor, length = number("factor", 1.0), number("original_max_position_embeddings")
+    slowed = plain / factor
+    if kind == "linear":
+        return slowed, 1.0
+    if kind == "llama3":
+        wavelength = 2 * math.pi / plain  # tokens
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        smooth = (length / wavelength - low) / (high - low)
+        between = (1 - smooth) * slowed + smooth * plain
+        return torch.where(wavelength > length / low, slowed,
+                           torch.where(wavelength < length / high, plain, between)), 1.0
+    if kind != "yarn":
+        return plain, 1.0
+    # pair j turns length * theta^(-2j/D) / 2 pi times: solved for j
+    first, last = (D * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
+                   for turns in (number("beta_fast", 32.0), number("beta_slow", 1.0)))
+    if given.get("truncate", True) in (True, None):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    ramp = ((pair - first) / (last - first or 0.001)).clamp(0, 1)
+
+    def magnitude(weight: float) -> float:
+        return 1 + 0.1 * weight * math.log(factor)
+    both = number("mscale") and number("mscale_all_dim")
+    usual = magnitude(number("mscale")) / magnitude(number("mscale_all_dim")) if both else magnitude(1.0)
+    return ramp * slowed + (1 - ramp) * plain, number("attention_factor", usual)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (2j, 2j + 1) of x (B, H, T, D) by angles of which `cos` and `sin` (T, D/2) are given."""
+    even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+
+
+# --- attention ---
+
+def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
+    """Attend from the queries `first`, first + 1, ... (B, Hkv, H/Hkv, n, D) to those keys and values
+    (B, Hkv, first + n, D) that are not later -> (B, Hkv, H/Hkv, n, D)."""
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) / math.sqrt(q.shape[-1])
+    query = torch.arange(first, first + q.shape[-2], device=q.device)
+    key = torch.arange(k.shape[-2], device=q.device)
+    scores = scores.masked_fill(key > query[:, None], -math.inf)
+    return torch.einsum("bhgqk,bhkd->bhgqd", scores.softmax(-1), v)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by blocks of queries, so that
+    at most SCORES scores exist, or those of one query; the backward makes those of each block again."""
+    B, H, T, _ = q.shape
+    q = q.unflatten(1, (k.shape[1], -1))
+    n = max(1, SCORES // (B * H * T))
+    made = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], i,
+                       use_reentrant=False, preserve_rng_state=False) for i in range(0, T, n)]
+    return torch.cat(made, -2).flatten(1, 2)
+
+
+def attend_fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend as attend() does, by torch's own kernel."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
+
+
+# --- the model ---
+
+def norm_of(cfg: Config, width: int) -> nn.Module:
+    """Make the norm in front of each half of a layer, and of the head."""
+    return (nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias) if cfg.norm == "layernorm"
+            else nn.RMSNorm(width, eps=cfg.norm_eps))
+
+
+class ReferenceLayer(nn.Module):
+    """A layer. `widths`: those of q, k and v, which `qkv` gives one behind the other."""
+
+    def __init__(self, cfg: Config, attention: Callable[..., torch.Tensor] = attend) -> None:
+        super().__init__()
+        C, D, inner = cfg.n_embd, cfg.head_width, cfg.inner_width
+        self.cfg, self.attention = cfg, attention
+        self.widths = [cfg.n_head * D, cfg.kv_heads * D, cfg.kv_heads * D]
+        self.ln1, self.ln2 = norm_of(cfg, C), norm_of(cfg, C)
+        self.qkv = nn.Linear(C, sum(self.widths), bias=cfg.bias or cfg.qkv_bias)
+        self.proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias)
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=cfg.norm_eps) for _ in range(2))
+        if cfg.mlp == "gelu":
+            self.fc1, self.fc2 = nn.Linear(C, inner, bias=cfg.bias), nn.Linear(inner, C, bias=cfg.bias)
+        else:
+            self.gate, self.up = nn.Linear(C, inner, bias=False), nn.Linear(C, inner, bias=False)
+            self.down = nn.Linear(inner, C, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+        """Compute a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
+        B, T, _ = x.shape
+        qkv = self.qkv(self.ln1(x)).split(self.widths, -1)
+        q, k, v = (t.view(B, T, -1, self.cfg.head_width).transpose(1, 2) for t in qkv)
+        if self.cfg.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        x = x + self.proj(self.attention(q, k, v).transpose(1, 2).reshape(B, T, -1))
+        return x + self.mlp(self.ln2(x))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the MLP of normed rows, (B, T, C) -> (B, T, C)."""
+        if self.cfg.mlp == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
+
+
+class Reference(nn.Module):
+    """A model of a Config in `dtype`, whose weights load() sets. `blocked`: whether attention goes by blocks
+    of queries and the head by chunks of rows, so that no S x S and no S x V elements exist at once; without,
+    torch's own kernels take all of them. `x`: the first layer's input of the last forward, which keeps its
+    gradient."""
+
+    def __init__(self, cfg: Config, dtype: torch.dtype = torch.float64, blocked: bool = True) -> None:
+        super().__init__()
+        self.cfg, self.blocked = cfg, blocked
+        self.x: torch.Tensor | None = None
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
+        attention = attend if blocked else attend_fast
+        self.blocks = nn.ModuleList(ReferenceLayer(cfg, attention) for _ in range(cfg.n_layer))
+        self.lnf = norm_of(cfg, cfg.n_embd)
+        self.head = None if cfg.tie_embeddings else nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
+        self.to(dtype)
+        self.wide = torch.promote_types(dtype, torch.float32)  # of rotations and of the loss
+
+    # --- forward ---
+
+    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Give (the first layer's input (B, T, C); cosines and sines for rotate(), or None twice) of tokens
+        (B, T)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            return x + self.wpe(positions), None, None
+        frequencies, factor = rotary_frequencies(self.cfg)
+        angles = torch.outer(positions.double(), frequencies.to(tokens.device))
+        return x, (angles.cos() * factor).to(self.wide), (angles.sin() * factor).to(self.wide)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the last layer's output (B, T, C) of tokens (B, T)."""
+        x, cos, sin = self.embed(tokens)
+        self.x = x
+        if x.requires_grad:
+            x.retain_grad()
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the logits (..., V) of the last layer's outputs (..., C), in fp32 at least."""
+        return F.linear(self.lnf(x), (self.wte if self.head is None else self.head).weight).to(self.wide)
+
+    def loss_sum(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum the losses, in nats, of rows of the last layer's output (n, C) with targets (n,)."""
+        return F.cross_entropy(self.logits(x), targets, reduction="sum")
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the mean loss, in nats, of tokens and targets (B, T)."""
+        rows, ids = self.hidden(tokens).flatten(0, 1), targets.flatten()
+        if not self.blocked:
+            return self.loss_sum(rows, ids) / len(ids)
+        n = max(1, LOGITS // self.cfg.vocab_size)
+        parts = [checkpoint(self.loss_sum, *chunk, use_reentrant=False, preserve_rng_state=False)
+                 for chunk in zip(rows.split(n), ids.split(n), strict=True)]
+        return torch.stack(parts).sum() / len(ids)
+
+    # --- by memo's names ---
+
+    def memo_names(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """Give {memo's names: parameter}: several names where memo has the parts, one below the other, as
+        parameters of their own, as it has of q, k and v."""
+        parts = {"wte": self.wte, "wpe": self.wpe, "lnf": self.lnf, "head": self.head}
+        names: dict[tuple[str, ...], torch.Tensor] = {}
+        for part, module in parts.items():
+            for kind, p in module.named_parameters() if module is not None else ():
+                names[part if part in ("wte", "wpe") else f"{part}_{kind[0]}",] = p
+        for i, block in enumerate(self.blocks):
+            for part, module in block.named_children():
+                for kind, p in module.named_parameters():
+                    mine = "qkv" if part == "qkv" else [part]
+                    names[tuple(f"h.{i}.{name}_{kind[0]}" for name in mine)] = p
+        return names
+
+    def parts(self, names: tuple[str, ...], p: torch.Tensor) -> list[torch.Tensor]:
+        """Cut `p`, a parameter or its like, as memo's parameters `names` are."""
+        return list(p.split(self.blocks[0].widths)) if len(names) > 1 else [p]
+
+    def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> "Reference":
+        """Copy memo's (name, tensor) pairs into the parameters, without the vocabulary's padding, and give
+        the model itself. Errors: ValueError: they are not this model's, each once."""
+        mine = {n: part for names, p in self.memo_names().items()
+                for n, part in zip(names, self.parts(names, p.detach()), strict=True)}
+        for name, tensor in named_tensors:
+            if name not in mine:
+                raise ValueError(f"{name} is not a parameter of this model, or comes twice")
+            part = mine.pop(name)
+            part.copy_(tensor[:len(part)])
+        if mine:
+            raise ValueError(f"there is no {min(mine)}")
+        return self
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Give {memo's name: gradient}, summed over all backwards, as memo shapes it: that of the
+        vocabulary's padding is 0. Errors: ValueError: there was no backward."""
+        found: dict[str, torch.Tensor] = {}
+        for names, p in self.memo_names().items():
+            if p.grad is None:
+                raise ValueError(f"{names[0]} has no gradient: backward() of a loss comes first")
+            found |= zip(names, self.parts(names, p.grad), strict=True)
+        padding = self.cfg.padded_vocab_size - self.cfg.vocab_size
+        return found | {name: F.pad(found[name], (0, 0, 0, padding)) for name in ("wte", "head_w")
+                        if name in found}
+
+    def worst_gradient(self, gradients: Named) -> tuple[float, str]:
+        """Give (the largest relative error of memo's `gradients`, in the 2-norm of a parameter of this model,
+        NaN where there is one; memo's names of that). Errors: KeyError: a name is missing."""
+        want, errors = self.gradients(), dict[str, float]()
+        for names in self.memo_names():
+            # q, k and v as one: no loss depends on a bias of k without rotary positions
+            ours, theirs = (torch.cat([g[name].double().flatten() for name in names])
+                            for g in (want, gradients))
+            errors[", ".join(names)] = ((theirs - ours).norm() / ours.norm()).item()
+        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        return errors[worst], worst
+
+
+def loss_and_gradients(cfg: Config, weights: Iterable[tuple[str, torch.Tensor]], tokens: torch.Tensor,
+                       targets: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """Compute (the mean loss of tokens and targets (B, T), in nats; {memo's name: its gradient}) of a model
+    with memo's (name, tensor) pairs, in fp64 on the device of `tokens`. Errors: as Reference.load()."""
+    model = Reference(cfg).to(tokens.device).load(weights)
+    loss = model(tokens, targets)
+    loss.backward()
+    return loss.item(), model.gradients()

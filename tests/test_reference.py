@@ -1,0 +1,133 @@
+"""The reference: its blocks against the unblocked formula, its positions, and all of it against
+transformers."""
+
+import json
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.config import Config
+from memo.huggingface import FAMILIES, family_of, model_keys, weights_of
+from memo.rope import parse_scaling, scaled
+from memo.verify import reference
+from memo.verify.reference import Reference, attend, loss_and_gradients, rotary_frequencies
+from memo.weights import alike, hf_tensors
+from tests.helpers import CPU, LLAMA, perturbed_weights, random_batch
+
+SHAPE = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129)
+FAMILIES_HERE = [dict(position="learned", bias=True, gelu="tanh"), LLAMA,
+                 LLAMA | dict(qk_norm=True, qkv_bias=True, tie_embeddings=True)]
+SCALINGS = [dict(rope_type="linear", factor=4.0),
+            dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                 original_max_position_embeddings=64),
+            *(dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) | more
+              for more in ({}, dict(truncate=False, beta_fast=16), dict(attention_factor=1.3),
+                           dict(mscale=1.0, mscale_all_dim=0.7)))]
+
+
+def small_blocks(monkeypatch, scores=2**13, logits=2**12):
+    monkeypatch.setattr(reference, "SCORES", scores)
+    monkeypatch.setattr(reference, "LOGITS", logits)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_attention_by_blocks_is_the_formula(heads, monkeypatch):
+    (H, Hkv), T, D = heads, 37, 8
+    small_blocks(monkeypatch, scores=2 * H * T * 5)  # five queries at once, then the last two
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, T, D, dtype=torch.float64, requires_grad=True) for h in (H, Hkv, Hkv))
+    dout = torch.randn_like(q)
+    got = torch.autograd.grad((out := attend(q, k, v)), (q, k, v), dout)
+    k_, v_ = (t.repeat_interleave(H // Hkv, 1) for t in (k, v))
+    weights = torch.exp(q @ k_.mT / D**0.5) * torch.ones(T, T).tril()
+    formula = weights / weights.sum(-1, keepdim=True) @ v_
+    assert (out - formula).abs().max() < 1e-13
+    for one, other in zip(got, torch.autograd.grad(formula, (q, k, v), dout), strict=True):
+        assert (one - other).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("keys", FAMILIES_HERE, ids=["gpt", "llama", "qwen"])
+def test_blocks_and_chunks_give_the_whole(keys, monkeypatch):
+    small_blocks(monkeypatch)
+    cfg = Config(**SHAPE, **keys)
+    weights, batch = [*perturbed_weights(cfg, CPU)], random_batch(cfg, 2, 129, CPU)
+    loss, gradients = loss_and_gradients(cfg, weights, *batch)
+    whole = Reference(cfg, blocked=False).load(weights)
+    want = whole(*batch)
+    want.backward()
+    assert abs(loss - want.item()) < 1e-12 and whole.worst_gradient(gradients)[0] < 1e-11
+    assert {name: g.shape for name, g in gradients.items()} == {name: w.shape for name, w in weights}
+    assert not gradients["wte"][cfg.vocab_size:].any() and gradients["wte"].dtype == torch.float64
+
+
+def test_no_tensor_has_all_scores_or_all_logits(monkeypatch):
+    T, largest = 512, 0
+    cfg = Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1000, block_size=T)
+    small_blocks(monkeypatch, 2**14, 2**14)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                largest = max(largest, t.numel() if isinstance(t, torch.Tensor) else 0)
+            return out
+    with Watch():
+        loss_and_gradients(cfg, perturbed_weights(cfg, CPU), *random_batch(cfg, 1, T, CPU))
+    assert largest < 2**16 < min(2 * T * T, 1000 * T)
+
+
+def test_weights_that_are_not_the_models_are_refused():
+    cfg = Config(**SHAPE)
+    weights = dict(perturbed_weights(cfg, CPU))
+    with pytest.raises(ValueError, match="there is no h.1.q_w"):
+        Reference(cfg).load((n, w) for n, w in weights.items() if n != "h.1.q_w")
+    with pytest.raises(ValueError, match="head_w is not a parameter"):
+        Reference(cfg).load([("head_w", weights["wte"])])
+
+
+@pytest.mark.parametrize("scaling", [{}, *SCALINGS], ids=str)
+def test_frequencies_are_those_of_memo(scaling):
+    cfg = Config(**SHAPE, head_dim=64, rope_theta=5e5, rope_scaling=json.dumps(scaling) if scaling else "")
+    found, factor = rotary_frequencies(cfg)
+    multipliers, want = scaled(64, 5e5, parse_scaling(cfg.rope_scaling))
+    plain = torch.tensor([5e5 ** (-2 * j / 64) for j in range(32)], dtype=torch.float64)
+    assert torch.allclose(found, plain * torch.tensor(multipliers, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert abs(factor - want) < 1e-12 and (not scaling or not torch.allclose(found, plain))
+
+
+LENGTH = dict(max_position_embeddings=64, rope_parameters=dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16))
+ALIKE = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+NETS = {"GPT2Config": dict(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=4),
+        "LlamaConfig": ALIKE | LENGTH | dict(num_key_value_heads=2, head_dim=20),
+        "Qwen2Config": ALIKE | dict(num_key_value_heads=4, tie_word_embeddings=True),
+        "Qwen3Config": ALIKE | LENGTH | dict(num_key_value_heads=1, head_dim=16)}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_loss_and_gradients_are_those_of_transformers(name, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    small_blocks(monkeypatch)
+    torch.manual_seed(0)
+    net = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**NETS[name]),
+                                                        attn_implementation="eager").eval()
+    for p in net.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    net.save_pretrained(tmp_path)
+    cfg = Config(**model_keys(tmp_path) | dict(block_size=64))
+    tokens = torch.randint(300, (2, 65))
+    loss, gradients = loss_and_gradients(cfg, hf_tensors(tmp_path, cfg), tokens[:, :-1], tokens[:, 1:])
+    net.double()
+    logits = net(tokens[:, :-1]).logits.double()
+    want = -logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).mean()
+    want.backward()
+    assert abs(loss - want.item()) < 1e-6  # transformers rotates and norms in fp32
+    theirs, prefix = dict(net.named_parameters()), FAMILIES[family_of(cfg)].prefix
+    for w in weights_of(cfg):
+        g = theirs[w.there if w.there in theirs else prefix + w.there].grad
+        n = min(len(gradients[w.name]), w.shape[-1 if w.transposed else 0])
+        part = g[:, w.first:w.first + n] if w.transposed else g[w.first:w.first + n]
+        ours, part = alike(w, gradients[w.name][:n], part)
+        assert (ours - part).norm() <= 1e-5 * g.norm(), w.name
