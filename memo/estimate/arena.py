@@ -309,7 +309,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
     if name == "flash" and several:
         kernel += 2 * group  # it makes dout and out contiguous
     width = D * (cfg.n_head // head_groups(cfg) if cfg.metp else own_heads)  # of q, of which these are heads
-    if name == "cudnn" and several and not ulysses and B * T * width >= backends.FAR:  # attention.near
+    if name == "cudnn" and several and not ulysses and B * T * width > backends.FAR:  # attention.near
         kernel += 3 * group + 2 * kv
     if name == "cpu":
         kernel = machine.threads * CPU_QUERIES * CPU_KEYS * 2 * (4 + e % 4)

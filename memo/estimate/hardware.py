@@ -121,7 +121,7 @@ FP8_OVER_BF16 = 2
 # multiprocessors from these products
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): bench/papers/memo_fit.py
-AMPERE = {"matmul": 0.745, "attention forward": 0.662, "attention backward": 0.603}
+AMPERE = {"matmul": 0.744, "attention forward": 0.663, "attention backward": 0.603}
 # of attention kernels in bf16, head dimension 128, 64 query heads on 8 of keys, causal and without mask
 # ("full"), at 4K, 8K, 16K and 32K keys. Source: NVIDIA's cudnn-frontend, benchmark/: on an H200 (an H100's
 # multiprocessors and clocks) the lower of cuDNN 9.19.1 with one sequence (sdpa_benchmark_training/results/
