@@ -20,7 +20,7 @@ until layer 0 is copied, since it writes over buffer 0. The copy back of layer 2
 buffer 0; R2 waits until layer 2 is back. The last two layers never leave their buffers.
 
 The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
-memo/schedule/program.py makes the list, model.py executes it. tests/test_plain.py holds both to the same
+memo/schedule/program.py makes the list, execute.py runs it. tests/test_plain.py holds both to the same
 bits.
 """
 

@@ -92,7 +92,7 @@ MUTATIONS = [
              "logits[:, padding:] = torch.finfo(logits.dtype).min",
              "logits[:, padding:] = logits[:, padding:]",
              (f"{GRADIENTS}[fp32-rope-False-1-64-cpu]",)),
-    Mutation("backward-before-its-prefetch", "memo/schedule/access.py",
+    Mutation("prefetch-writes-nothing", "memo/schedule/access.py",
              "return Access(reads, kept + inputs)",
              "return Access(reads, [])",
              ("tests/test_schedule.py::test_every_schedule_that_is_made_is_valid",)),

@@ -1,4 +1,4 @@
-"""Every program that the tests of launch orders know: cases() yields them, digests() freezes their orders."""
+"""Every program that the tests of launch orders know: cases() yields them, digests() of their orders."""
 
 import hashlib
 import itertools
@@ -23,7 +23,8 @@ class Case:
 
     @property
     def arguments(self) -> tuple[Fates, int, int, str, bool]:
-        return self.fates, self.layers, self.subsequences, self.order, self.trains
+        fates = self.fates.of(self.subsequences, self.trains)
+        return fates, self.layers, self.subsequences, self.order, self.trains
 
     def steps(self) -> Iterator[Step]:
         return program(*self.arguments)

@@ -1,8 +1,8 @@
 """An independent check of a schedule: shares nothing with what makes the program and the waits but the order
-of the units and the words. What each step touches is stated here once more, with what must lie there
-(tests/places.py, tests/helping_places.py).
+of the units, which layers come, which stream does a step, and the words. What each step touches is stated
+here once more, with what must lie there (tests/places.py, tests/helping_places.py).
 
-The validator goes through the steps in the order in which the host launches them, and knows for each place in
+The replay goes through the steps in the order in which the host launches them, and knows for each place in
 memory who wrote it last, what lies there, and who has read it since. A step is certain to be done before
 another one only where the streams' own order and the waits say so."""
 

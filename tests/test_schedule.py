@@ -433,16 +433,20 @@ def test_seconds_of_few_layers_are_those_of_all():
 def test_a_program_on_a_screen_has_its_few_layers_and_each_wait():
     fates = Fates(2, frozenset(range(30)), frozenset(range(31)))
     lines = [*listing(fates, 32, 1, "layer")]
-    assert lines[0].startswith("program     of 4 of 32 layers: ")
-    assert "          5 compute   forward 2                  offload 0 (kept rows of buffer 0)" in lines
+    assert lines[0].startswith("program     layers 0, 1, 30, 31 of 32. ")
+    assert "          5 compute   forward 30            offload 0 (kept rows of buffer 0)" in lines
     assert sum(line.split()[0].isdigit() for line in lines) == 18
+    many = Fates(200, frozenset(range(56)), frozenset(range(56)))  # more buffers than two subsequences have
+    assert sum(" offload " in line for line in listing(many, 32, 8, "layer")) > 0
     for instance in instances(60, seed=6):
         few, layers, subsequences = shortened(*instance)
-        steps = schedule(few, layers, subsequences, instance[3])
-        assert refusal(steps, (few, layers, subsequences, instance[3])) is None, instance
+        cut = few, len(layers), len(subsequences), instance[3]
+        steps = schedule(*cut)
+        assert refusal(steps, cut) is None, instance
+        assert bool(few.copied) == bool(instance[0].copied), instance
         lines = [*listing(*instance)]
-        assert len(lines) == 2 + len(steps)
-        assert sum(line.count("(") for line in lines[1:]) == sum(map(len, steps.values()))
+        assert len(lines) == 3 + len(steps)
+        assert sum(line.count("(") for line in lines[2:]) == sum(map(len, steps.values()))
 
 
 def test_touches_that_an_operation_does_not_state_are_missed():
@@ -459,9 +463,7 @@ def test_touches_that_an_operation_does_not_state_are_missed():
                 return Access([], []) if kind(step) == silent else said(memory, step)
             with patch.object(Memory, "access", access):
                 waits = with_waits(steps, Memory(*case.arguments))
-            fates, layers, subsequences, order, trains = case.arguments
-            if subsequences == 1:
-                fates = replace(fates, keys="stay")
-            if refusal(waits, (fates, layers, subsequences, order), trains):
+            *instance, trains = case.arguments
+            if refusal(waits, instance, trains):
                 missed.add(silent)
     assert {str(k) for k in seen - missed} == set()

@@ -201,7 +201,8 @@ def main(argv: list[str]) -> int:
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     if options.get("program"):
         p = got.placement
-        lines += ["", *listing(p.fates, p.n_layer, p.subsequences, p.order)]
+        out["program"] = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
+        lines += ["", *out["program"]]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
         for path in draw_estimate(got, machine, world, most, options["plot"]):

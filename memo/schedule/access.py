@@ -1,8 +1,8 @@
 """What each step touches: the one statement from which the waits of a program follow. No torch.
 
 A place is a region of memory that streams use one after the other; a step reads some places and writes some.
-What is added to is read and written. Steps that only the compute stream touches memory with need no mention:
-a stream does one thing after the other.
+What is read and then written over, or added to, stands among the writes alone: a write waits for the last
+writer and for all readers since. Memory that only the compute stream touches needs no place.
 """
 
 from collections import defaultdict
@@ -83,7 +83,9 @@ class Memory:
     """The places of a stage, and which step touches which."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        self.fates = f = fates if trains else fates.evaluated()
+        # parameters of layers that come would be places that loans read, and additions write
+        assert not (fates.layers_come and (fates.guests or fates.lent))
+        self.fates = f = fates
         self.layers, self.subsequences, self.trains = layers, subsequences, trains
         self.come, self.by_layer = f.coming(layers), order == "layer"
         self.several = subsequences > 1
@@ -131,7 +133,9 @@ class Memory:
         return self.below(unit) if self.several else self.input(Unit(unit.layer + 1, 0))
 
     def with_rows(self, place: Place, unit: Unit) -> Places:
-        """A place of the stream, with the rows there that helpers compute."""
+        """A place of the stream, with the rows there that helpers compute. Subsequences that have the place
+        in turns may have other helpers there, under other names: what a helper sends comes before the
+        subsequence leaves the place, so before the next one comes."""
         return [place, *(Place(Region.STREAM_ROWS, (*place.at, helper))
                          for helper in self.helpers.get(unit.subsequence, ()))]
 
@@ -241,18 +245,19 @@ class Memory:
 
     def backward(self, unit: Unit) -> Access:
         k, fates, (layer, i) = self.number[unit], self.fates, unit
-        reads = [self.input(unit), self.above(unit), *self.prefix(unit, own=True)]
-        writes = [self.below(unit), self.kept(unit)]
-        # of a unit that is not rebuilt all rows are kept rows, where it is copied, or shares its rest with
-        # the last unit
+        reads = self.prefix(unit, own=True)
+        # the gradients of input and output take the places of these
+        writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
+        # A unit that is not rebuilt has no rest rows if it is copied. With two buffers the same holds for all
+        # but the last one.
         if k in fates.rebuilt or not (k in fates.copied or (self.shares and k < len(self.units) - 1)):
-            reads.append(self.rest(unit))
+            reads = [self.rest(unit), *reads]
         if unit in self.turn:
             at = (self.turn[unit],)
             writes += [Place(region, at) for region in (Region.LOAN, Region.ROW_SUMS, Region.GUEST_GRADIENTS)]
-        elif fates.lent:  # it adds to the sums of all before it, and writes over its own keys and values
-            reads.append(Place(Region.SUMS, unit))
-            writes += [self.keys(unit), *(place for x in range(i) for place in self.sums(Unit(layer, x)))]
+        elif fates.lent:  # it adds to the sums of all before it and of its own, and uses its keys up
+            earlier = [place for x in range(i) for place in self.sums(Unit(layer, x))]
+            writes += [self.keys(unit), Place(Region.SUMS, unit), *earlier]
         return Access(reads, writes)
 
     def embed_backward(self, unit: Unit) -> Access:
@@ -303,7 +308,8 @@ class Memory:
                 return Access([], [sums if back else rows, *stream * (last if back else first)])
             case Op.SEND, Moved.RESULTS, True:
                 return Access([sums, gradients, *stream * first], [])
-            case Op.SEND, Moved.RESULTS, False:  # where these lie another guest has other parts of the places
+            # guests cut these places differently: the next one's loan may lie over this one's keys
+            case Op.SEND, Moved.RESULTS, False:
                 return Access([loan, rows, keys, *stream * last], [])
             case Op.SEND, Moved.REPAYMENT, _:
                 return Access([sums, gradients], [])

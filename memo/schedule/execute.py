@@ -39,13 +39,14 @@ class Executor:
         complete: list[int] = []
         self.begin(next(iter(steps)))
         for step, waits in steps.items():
-            # Only now, when the prefetch that waited for the unit before is queued: copies start before
-            # messages.
+            # Late on purpose: the copies behind the last unit are queued first, so that they start before
+            # the messages of done().
             while step.computes and complete:
                 done(complete.pop())
             stream = stream_named(self.streams, step.stream)
             for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
                 why = f"{self.label(step)} waits for {self.label(earlier)}: {waits[earlier]}"
+                assert self.events[earlier].mark is not None  # it has been launched
                 stream.wait(self.events[earlier], why)
             work = work_of(step)
             stream.launch(work.label, work.call, *work.arguments)
@@ -58,8 +59,9 @@ class Executor:
             done(bucket)
 
     def begin(self, first: Step) -> None:
-        """Before a pass: protects what the last one still computes with from what arrives from other stages
-        in its places, and before a forward from the parameters of layers that come."""
+        """Before a pass: protects what the pass before still computes with from what comes from other stages,
+        and parameters that the optimizer has just written from being lent. Before a forward it protects them
+        from layers that come. Other copies need nothing: compute has waited for all of the pass before."""
         come = [self.streams.prefetch] * (self.layers_come and not first.back)
         if others := between_stages(self.streams) + come:
             before = Event("compute of the pass before")

@@ -84,7 +84,7 @@ class Home:
         yield self.step(Op.SEND, Moved.ROWS, layer, piece, back=True)
         if layer > 0:
             yield self.step(Op.SEND, Moved.LOAN, layer - 1, piece, back=True)
-        else:  # its next unit is the top layer of the last subsequence before that it helps with
+        else:  # this helper's next unit: the top layer of the latest earlier subsequence that it helps with
             earlier = [other for x, pieces in self.pieces.items() if x < piece.subsequence
                        for other in pieces if other.helper == piece.helper]
             if earlier:

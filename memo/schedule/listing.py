@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from memo.schedule.program import Fates, units_in_order
 from memo.schedule.step import Step, Unit
@@ -16,11 +17,23 @@ def ends_of(n: int, most: int) -> list[int]:
     return [*range(first), *range(max(first, n - most // 2), n)]
 
 
-def shortened(fates: Fates, layers: int, subsequences: int, order: str) -> tuple[Fates, int, int]:
-    """Leaves the middle layers and subsequences out -> (fates, layers, subsequences). Each unit keeps its
-    fate. With MSP all subsequences stay: stages help each other with few of them."""
-    several = range(subsequences) if fates.guests or fates.lent else ends_of(subsequences, SUBSEQUENCES)
+class Few(NamedTuple):
+    """A program cut down to `layers` and `subsequences`, by their numbers in the whole one."""
+
+    fates: Fates
+    layers: list[int]
+    subsequences: list[int]
+
+
+def shortened(fates: Fates, layers: int, subsequences: int, order: str) -> Few:
+    """Leaves the middle layers and subsequences out. Each unit keeps its fate, but that the last n_buffers
+    units are not copied. With MSP, and where the layers are too few for what is copied, all subsequences
+    stay."""
+    several = ends_of(subsequences, SUBSEQUENCES)
     in_flight = -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0  # more must be shown
+    if fates.guests or fates.lent or in_flight > layers:
+        several = [*range(subsequences)]
+        in_flight = -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0
     like = ends_of(layers, max(LAYERS, in_flight))
     guests, lent = (tuple(piece._replace(layers=len(like)) for piece in pieces)
                     for pieces in (fates.guests, fates.lent))
@@ -34,22 +47,30 @@ def shortened(fates: Fates, layers: int, subsequences: int, order: str) -> tuple
     copied = frozenset(k for k in picked(fates.copied) if k < len(units) - n)
     few = replace(fates, n_buffers=n, copied=copied, rebuilt=picked(fates.rebuilt),
                   input_only=picked(fates.input_only), guests=guests, lent=lent)
-    return few, len(like), len(several)
+    return Few(few, like, several)
 
 
 def listing(fates: Fates, layers: int, subsequences: int, order: str) -> Iterator[str]:
     """Yields the lines of a program of a few layers and subsequences."""
-    few, L, N = shortened(fates, layers, subsequences, order)
+    few, like, several = shortened(fates, layers, subsequences, order)
 
     def name(step: Step) -> str:
         layer, i = step.unit
-        return f"{step.kind} {layer}" + f".{i}" * (N > 1)
-    yield (f"program     of {L} of {layers} layers" + f", {N} of {subsequences} subsequences" * (N > 1)
-           + ": number, stream, step, what it waits for (and the place that the wait protects)")
-    back = False
-    for number, (step, waits) in enumerate(schedule(few, L, N, order).items()):
+        of = "of the embedding" if layer < 0 else "of the head"
+        if 0 <= layer < len(like):
+            of = str(like[layer])
+        return f"{step.kind} {of}" + f".{several[i] if i < len(several) else i}" * (
+            subsequences > 1 and not step.of_states)
+    shown = f"layers {', '.join(map(str, like))} of {layers}"
+    if subsequences > 1:
+        shown += f", subsequences {', '.join(map(str, several))} of {subsequences}"
+    yield f"program     {shown}. Number, stream, step, what it waits for (place that the wait protects);"
+    yield "            what another wait implies is left out"
+    steps, back = schedule(few, len(like), len(several), order), False
+    width = max(len(name(step)) for step in steps)
+    for number, (step, waits) in enumerate(steps.items()):
         if step.back and not back:
             yield "            the backward:"
         back = back or step.back
         why = "; ".join(f"{name(earlier)} ({place})" for earlier, place in waits.items())
-        yield f"{number:>11} {step.stream:9} {name(step):26} {why}".rstrip()
+        yield f"{number:>11} {step.stream:9} {name(step):{width}}  {why}".rstrip()

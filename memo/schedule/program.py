@@ -80,9 +80,13 @@ class Fates:
         """Numbers the layers that come, embedding and head among them."""
         return coming(layers, self.layers_come, self.edges_come)
 
-    def evaluated(self) -> "Fates":
-        """Changes the fates to those of a forward that keeps nothing: no copy leaves but the stream's."""
-        return replace(self, copied=frozenset(), keys="made" if self.keys == "copied" else self.keys)
+    def of(self, subsequences: int, trains: bool) -> "Fates":
+        """Changes the fates to those that count: one subsequence has no keys apart; a forward alone keeps
+        nothing, and no copy leaves but the stream's."""
+        fates = replace(self, keys="stay") if subsequences == 1 else self
+        if trains:
+            return fates
+        return replace(fates, copied=frozenset(), keys="made" if fates.keys == "copied" else fates.keys)
 
 
 def coming(layers: int, layers_come: bool, edges_come: bool) -> range:
@@ -128,8 +132,8 @@ def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
 def program(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
             trains: bool = True) -> Iterator[Step]:
     """Yields the steps of a forward, with `trains` also of the backward, in the order in which the host
-    launches them."""
-    made = Program(fates if trains else fates.evaluated(), layers, subsequences, order, trains)
+    launches them. `fates`: as Fates.of() has them."""
+    made = Program(fates, layers, subsequences, order, trains)
     yield from made.forward()
     if trains:
         yield from made.backward()
@@ -154,8 +158,6 @@ class Program:
     """The steps of a forward and of a backward."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        if subsequences == 1:
-            fates = replace(fates, keys="stay")
         self.fates, self.layers, self.subsequences, self.trains = fates, layers, subsequences, trains
         self.units = units_in_order(layers, subsequences, order, fates.guests)
         self.number = {unit: k for k, unit in enumerate(self.units)}
@@ -318,7 +320,8 @@ class Program:
         """Yields the leaving of a layer's gradients, and the coming of the parameters that follow."""
         yield Step(Op.OFFLOAD, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
         below = layer - LAYER_PLACES
-        if below in range(max(0, self.come.start), self.come.stop - LAYER_PLACES):  # these come twice
+        # these come twice: the last two are still in their places, and the embedding's backward needs none
+        if below in range(max(0, self.come.start), self.come.stop - LAYER_PLACES):
             yield Step(Op.PREFETCH, Unit(below, 0), Moved.WEIGHTS, back=True)
 
     def sums(self, layer: int) -> Step:

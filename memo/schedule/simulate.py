@@ -1,7 +1,8 @@
 """Runs schedules without a device: when each step begins and ends, of one stage, or of all stages of a
 pipeline together: who waits how long for whom, and whether anybody waits for ever. No torch.
 
-Nothing is buffered: a message begins when its sender and its receiver have both come to it. From one stage to
+Between a forward and its backward nothing is held back here, while a run waits for all messages. Nothing is
+buffered: a message begins when its sender and its receiver have both come to it. From one stage to
 the next each direction has a communicator of its own, which does what it is given in order. Source: SPPO 3.3.
 """
 
@@ -44,8 +45,8 @@ def times_of(steps: Schedule, seconds: Callable[[Step], float]) -> Times:
 
 def described(step: Step) -> str:
     unit = tuple(step.unit)
-    return f"{step.kind} of " + (f"unit {unit}" if step.peer is not None or step.computes
-                                 else f"subsequence {unit[1]}")
+    between = step.is_message and step.peer is None  # of neighbours, by subsequences
+    return f"{step.kind} of " + (f"subsequence {unit[1]}" if between else f"unit {unit}")
 
 
 def said(stage: int, step: Step) -> str:

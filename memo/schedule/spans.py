@@ -10,7 +10,7 @@ from memo.schedule.simulate import Times
 from memo.schedule.step import Step
 from memo.schedule.waits import Schedule
 
-# kind: launch; of the compute stream also wait, for a copy, and bubble, a wait for another stage
+# kind: launch; wait, for a copy; bubble, a wait for another stage
 Span = namedtuple("Span", "stream kind label start_s end_s")
 
 

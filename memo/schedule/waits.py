@@ -22,6 +22,7 @@ Schedule = Mapping[Step, Waits]
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
              trains: bool = True) -> Schedule:
     """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
+    fates = fates.of(subsequences, trains)
     return with_waits(program(fates, layers, subsequences, order, trains),
                       Memory(fates, layers, subsequences, order, trains))
 
@@ -42,7 +43,7 @@ def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
     for number, step in enumerate(steps):
         stream, (reads, writes) = step.stream, memory.access(step)
         clock = dict(clock_of.get(stream, {}))
-        # of several places that a wait protects the first one names it
+        # a wait is named by the first place that it protects, of the writes, else of the reads
         before = {writer[place]: place for place in reversed(reads) if place in writer}
         for place in reversed(writes):
             if place in writer:
