@@ -13,21 +13,21 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations, Weights
 from memo.attention import resolve_attention
 from memo.backends import aligned
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
-from memo.edges import TABLES, Edges
+from memo.edges import Edges, Tables
 from memo.flat import (
     bucket_places,
     bucket_views,
@@ -109,7 +109,7 @@ class GPT:
         # the same by name, as views, for those who compute
         weights = bucket_views(self.layout, self.buckets, self.bucket_params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        w, dw = (self.named(tensors, "", TABLES) for tensors in (weights, gradients))
+        w, dw = (Tables(**self.named(tensors, "")) for tensors in (weights, gradients))
         self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
@@ -124,8 +124,7 @@ class GPT:
     def block(self, layer: int, weights: dict[str, torch.Tensor],
               gradients: dict[str, torch.Tensor]) -> Block:
         """What computes with the tensors of a layer among {name: tensor}."""
-        w, dw = (self.named(tensors, f"h.{layer}.", layer_of(self.cfg).absent)
-                 for tensors in (weights, gradients))
+        w, dw = (Weights(**self.named(tensors, f"h.{layer}.")) for tensors in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else BLOCKS[self.cfg.mlp]
         return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
 
@@ -137,13 +136,11 @@ class GPT:
         return self.block(self.cfg.layers[0], views(layout, weights), views(layout, gradients))
 
     @staticmethod
-    def named(tensors: dict[str, torch.Tensor], prefix: str, absent: Sequence[str]) -> SimpleNamespace:
-        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
-        None."""
+    def named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """Finds those of {name: tensor} behind a prefix -> {the rest of the name: tensor}."""
         depth = prefix.count(".")
-        return SimpleNamespace(**dict.fromkeys(absent) | {
-            name.removeprefix(prefix): t for name, t in tensors.items()
-            if name.startswith(prefix) and name.count(".") == depth})
+        return {name.removeprefix(prefix): t for name, t in tensors.items()
+                if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
@@ -386,7 +383,7 @@ class GPT:
     # unit has a copy, which leaves for the host while the layer above already writes over the original.
 
     @staticmethod
-    def unit_forward(block: Block, x: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+    def unit_forward(block: Block, x: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                      y: torch.Tensor) -> None:
         """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
@@ -396,7 +393,7 @@ class GPT:
         else:
             y.copy_(block.forward(s, turn, torch.empty_like(s.x)).view(y.shape))
 
-    def unit_backward(self, block: Block, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+    def unit_backward(self, block: Block, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                       dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
         """dy -> dx, as in unit_forward."""
         if zeroed:

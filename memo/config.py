@@ -16,6 +16,13 @@ LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20,
                                    why="a single layer of that width has 13e12 parameters")
 
 
+def inner_width(n_inner: int, C: int, mlp: str) -> int:
+    """Finds the width of an MLP of the kind `mlp`, given or implied by the hidden size C."""
+    if n_inner or mlp == "gelu":
+        return n_inner or 4 * C
+    return -(-8 * C // (3 * 256)) * 256
+
+
 @dataclass(frozen=True)
 class Config:
     n_layer: int = key(4, "L, transformer layers",
@@ -217,9 +224,7 @@ class Config:
     @property
     def inner_width(self) -> int:
         """F, width of the MLP."""
-        if self.n_inner or self.mlp == "gelu":
-            return self.n_inner or 4 * self.n_embd
-        return -(-8 * self.n_embd // (3 * 256)) * 256
+        return inner_width(self.n_inner, self.n_embd, self.mlp)
 
     @property
     def zigzag(self) -> bool:

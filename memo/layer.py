@@ -103,13 +103,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
-    lacks. `skeletal`: in the order in which the forward makes the tensors. `operations`: of the forward, in
-    order, but for attention; the last one makes the next layer's input. `heads`: of queries; `kv_heads`: of
-    keys and values; `head_dim`: elements of each."""
+    """`parameters`: {name: Parameter}. `skeletal`: in the order in which the forward makes the tensors.
+    `operations`: of the forward, in order, but for attention; the last one makes the next layer's input.
+    `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
 
     parameters: dict[str, Parameter]
-    absent: tuple[str, ...]
     skeletal: tuple[Skeletal, ...]
     operations: tuple[Operation, ...]
     heads: int
@@ -149,10 +147,6 @@ class Layer:
 
 
 # --- the families ---
-
-# the parameters that a model may lack
-OPTIONAL = "q_b k_b v_b proj_b fc1_b fc2_b ln1_b ln2_b q_norm_w k_norm_w".split()
-
 
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
                        qk_norm: bool) -> dict[str, Parameter]:
@@ -233,8 +227,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
-    absent = tuple(name for name in OPTIONAL if name not in parameters)
-    return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
+    return Layer(parameters, skeletal, operations, H, Hkv, D)
 
 
 def layer_of(cfg: "Config") -> Layer:

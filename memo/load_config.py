@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import Field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config, inner_width
 from memo.errors import ConfigError
 from memo.huggingface import OWN, check_reach, model_keys
 from memo.keys import check_value, columns, typed
@@ -64,12 +63,17 @@ def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
 
 def meaning(keys: Mapping[str, Any], name: str) -> Any:
     """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
-    model = SimpleNamespace(**{k: f.default for k, f in KEYS.items()} | dict(keys))
-    if name == "rope_scaling":
-        return parse_scaling(model.rope_scaling)
-    widths: dict[str, Any] = dict(n_kv_head=Config.kv_heads, head_dim=Config.head_width,
-                                  n_inner=Config.inner_width)
-    return widths[name].fget(model) if name in widths else getattr(model, name)
+    model = {k: f.default for k, f in KEYS.items()} | dict(keys)
+    match name:
+        case "rope_scaling":
+            return parse_scaling(model[name])
+        case "n_kv_head":
+            return model[name] or model["n_head"]
+        case "head_dim":
+            return model[name] or model["n_embd"] // model["n_head"]
+        case "n_inner":
+            return inner_width(model[name], model["n_embd"], model["mlp"])
+    return model[name]
 
 
 def starting_keys(given: dict[str, Any], typed_in: Collection[str],

@@ -5,11 +5,11 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
 from memo.schedule.program import SWEEP_PLACES, swept_inputs
@@ -73,8 +73,7 @@ class Swap:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
             return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: SimpleNamespace(pieces=None, slices=(),
-                                            **{name: view(k, like, name) for name in names})
+        self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Any = None
@@ -125,11 +124,11 @@ class Swap:
                                torch.float32) if gradients else None for unit in units]
             for unit in units:
                 s = self.units[unit]
-                s.pieces, s.sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
+                s.pieces, s.sums = (pairs[:unit[1] + 1] for pairs in (keys, sums))
                 if p.lengths[unit[1]] < p.cuts[unit[1]]:
                     mine = slice(0, p.lengths[unit[1]])
-                    s.pieces[-1], s.sums[-1] = (of_rows(pair, mine, tokens) for pair in (keys[unit[1]],
-                                                                                         sums[unit[1]]))
+                    s.pieces, s.sums = ([*pairs[:-1], of_rows(pairs[-1], mine, tokens)]
+                                        for pairs in (s.pieces, s.sums))
         if p.guests or p.lent:
             self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
         for unit in (unit for unit in p.units if unit[1] in p.guest_of):
