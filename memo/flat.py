@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import isfinite, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, model_parameters
@@ -49,6 +49,22 @@ class Location:
     @property
     def end(self) -> int:
         return self.offset + prod(self.shape)
+
+
+class Range(NamedTuple):
+    """A part of the flat buffers that a rank owns, and where that begins in its shard."""
+
+    start: int
+    end: int
+    at: int
+
+    @property
+    def flat(self) -> slice:
+        return slice(self.start, self.end)
+
+    @property
+    def shard(self) -> slice:
+        return slice(self.at, self.at + self.end - self.start)
 
 
 # --- this rank's parts ---

@@ -7,7 +7,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from uuid import uuid4
 
 import torch
@@ -43,11 +43,9 @@ from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
+from memo.protocols import Model
 from memo.report import furnish
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
-
-if TYPE_CHECKING:
-    from model import GPT
 
 Choice = tuple[Config, str]  # numbers in place of auto, and why these
 
@@ -81,7 +79,7 @@ class Run(Checked):
 
     mesh: Mesh
     columns: list[list[list[tuple[int, int]]]]  # of a sequence's tokens: see cp.token_columns
-    model: Any  # the GPT
+    model: Model
     optimizer: Optimizer
     decision: Decision
     lines: list[Line]  # what lives where on this rank
@@ -369,7 +367,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     return replace(found, owner=owner, lock=held_lock, expected=expected)
 
 
-def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:
+def open_run(found: Checked, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
