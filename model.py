@@ -33,10 +33,11 @@ from memo.flat import (
     bucket_views,
     gradients_in_turns,
     local_layout,
+    model_parameters,
     views,
     weights_in_turns,
 )
-from memo.layer import layer_of, model_parameters
+from memo.layer import layer_of
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations

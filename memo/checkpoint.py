@@ -31,8 +31,7 @@ from memo.command import progress, start_thread
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import own_folder, regular, save_bytes, sync_folder
-from memo.flat import Piece, is_finite, whole
-from memo.layer import model_parameters
+from memo.flat import Piece, is_finite, model_parameters, whole
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,

@@ -12,7 +12,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from memo.config import MODEL_KEYS, Config
-from memo.layer import Parameter, model_parameters
+from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
 
 if TYPE_CHECKING:
@@ -68,6 +68,27 @@ class Range(NamedTuple):
 
 
 # --- this rank's parts ---
+
+def model_parameters(cfg: Config) -> dict[str, Parameter]:
+    """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
+    norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
+    one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
+    them, so that the ranks of both stages share them out alike, and make equal steps."""
+    C, layer = cfg.n_embd, layer_of(cfg)
+    made: dict[str, Parameter] = {}
+    if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
+        made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
+        if cfg.position == "learned":
+            made["wpe"] = Parameter((cfg.block_size, C))
+    for i in cfg.layers:
+        made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
+    if cfg.has_head and not cfg.tie_embeddings:
+        made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
+    if cfg.has_head:
+        made["lnf_w"] = Parameter((C,), None, "ones")
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
+
+
 
 def is_shared(p: Location, tp: int) -> bool:
     """Whether all tp ranks hold the same parameter."""

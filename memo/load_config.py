@@ -6,13 +6,14 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config, inner_width
+from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
 from memo.errors import ConfigError
 from memo.huggingface import OWN, check_reach, model_keys
 from memo.keys import check_value, columns, typed
 from memo.literals import assignments
 from memo.manifest import newest
 from memo.rope import parse_scaling
+from memo.settings import inner_width
 
 
 def known_key(name: str, where: str) -> Field:

@@ -12,9 +12,9 @@ import torch
 
 from memo.config import KEYS, Config
 from memo.errors import ConfigError
+from memo.flat import model_parameters
 from memo.formulas import flops_per_sample, parameters
 from memo.keys import check_value
-from memo.layer import model_parameters
 from memo.load_config import keys_help, load_config
 from model import GPT
 from testing.paper import PAPER
