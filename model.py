@@ -28,15 +28,7 @@ from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
 from memo.edges import Edges, Tables
-from memo.flat import (
-    bucket_places,
-    bucket_views,
-    gradients_in_turns,
-    local_layout,
-    model_parameters,
-    views,
-    weights_in_turns,
-)
+from memo.flat import bucket_places, gradients_in_turns, local_layout, model_parameters, weights_in_turns
 from memo.layer import layer_of
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
@@ -55,6 +47,7 @@ from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
+from memo.views import bucket_views, views
 
 
 def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ from memo.command import progress, start_thread
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import own_folder, regular, save_bytes, sync_folder
-from memo.flat import Piece, is_finite, model_parameters, whole
+from memo.flat import model_parameters
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,
@@ -52,6 +52,7 @@ from memo.parallel.axis import come
 from memo.protocols import Model
 from memo.shards import Reader
 from memo.snapshot import Copier
+from memo.views import Piece, is_finite, whole
 
 READ_BYTES = 2**24
 LESS = "try a lower --learning_rate or more --warmup_iters"

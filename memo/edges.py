@@ -16,7 +16,8 @@ from memo.layer import head_rows, logit_bytes
 from memo.matmul import accumulate_product
 from memo.ops import Ops
 from memo.parallel.axis import Axis
-from memo.parallel.tp import chunks, embedding_backward, embedding_forward
+from memo.parallel.rows import chunks
+from memo.parallel.tp import embedding_backward, embedding_forward
 
 
 @dataclass(eq=False)

@@ -3,38 +3,19 @@
 So a norm, a cast or an optimizer step is one kernel over one tensor, and a shard is a range of it.
 """
 
-from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from math import isfinite, prod
-from typing import TYPE_CHECKING, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
 
-if TYPE_CHECKING:
-    import torch
-
 STAGE_KEYS = (*MODEL_KEYS, "pp", "stage")  # that the parameters of a stage depend on
 ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
-
-Piece = namedtuple("Piece", "name shape offsets tensor")
-Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the
-box begins in it; `tensor`: a view with the box's shape and values."""
-
-
-def whole(name: str, tensor: "torch.Tensor") -> Piece:
-    """A tensor as one Piece."""
-    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-
-
-def is_finite(t: "torch.Tensor") -> bool:
-    """Whether no value is NaN or infinite."""
-    ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
-    return all(isfinite(low) and isfinite(high) for low, high in ends)
 
 
 @dataclass(frozen=True)
@@ -177,21 +158,6 @@ def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list
 def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> int:
     """Bytes of host memory for a shard's way to an optimizer on the host and back (memo/staging.py)."""
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
-
-
-def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]], parts: list) -> dict:
-    """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
-    made, k = {}, 0
-    for name, p in layout.items():
-        k += p.offset >= buckets[k][1]
-        start = buckets[k][0]
-        made[name] = parts[k][p.offset - start:p.end - start].view(p.shape)
-    return made
-
-
-def views(layout: dict[str, Location], flat: "torch.Tensor") -> dict:
-    """{name: view of `flat` in the parameter's shape}."""
-    return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
 
 
 def joined(ranges: Iterable[tuple]) -> list[tuple]:

@@ -28,13 +28,21 @@ from torch.optim.adamw import adamw
 
 from memo.config import Config
 from memo.errors import BadState
-from memo.flat import Location, Piece, Range, boxes, bucket_views, is_shared, joined, shared_numel
+from memo.flat import (
+    Location,
+    Range,
+    boxes,
+    is_shared,
+    joined,
+    shared_numel,
+)
 from memo.launch import rank_name
 from memo.parallel.axis import Works
 from memo.parallel.tp import local
 from memo.protocols import Model
 from memo.schedule.step import Moved, Op, Step
 from memo.staging import Staging
+from memo.views import Piece, bucket_views
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over

@@ -44,7 +44,7 @@ import torch
 from memo.backends import TE_WORKSPACE_BYTES
 from memo.errors import Unusable
 from memo.layer import CHUNK_ROWS
-from memo.parallel.tp import chunks
+from memo.parallel.rows import chunks
 
 OLDEST = 2, 2  # 2.0 and 2.1 leak a handle of cuBLASLt with each product
 NORM = "eps ln_out quantizer otype sm_margin zero_centered_gamma"

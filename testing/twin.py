@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memo.config import Config
-from memo.flat import views
+from memo.views import views
 from model import GPT
 
 

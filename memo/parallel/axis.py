@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from memo.device import synchronize
-from memo.launch import FOREVER
 from memo.parallel.rendezvous import Notes
 
+FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
 # the second name is that before torch 2.13

@@ -24,7 +24,8 @@ from memo.activations import Weights
 from memo.layer import METP_ROWS
 from memo.matmul import Matmul
 from memo.parallel.axis import Axis, Works
-from memo.parallel.tp import bias_backward, cut
+from memo.parallel.rows import cut
+from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
