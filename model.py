@@ -37,10 +37,12 @@ from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
-from memo.planner.allocator import NoArena
+from memo.planner.allocator import Arena, NoArena
+from memo.protocols import Source
 from memo.rope import parse_scaling, scaled
 from memo.schedule.execute import Work
 from memo.schedule.step import Op, Step, Unit
+from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.subsequences import slice_lengths, unit_rows
@@ -107,13 +109,13 @@ class GPT:
         self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
-        self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
+        self.shape = 0, 0  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
         # from which these come, where any do: the optimizer, or without one host memory
-        self.source: Any = HostWeights(self) if cfg.layers_come and not grads else None
-        self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
+        self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
+        self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def block(self, layer: int, weights: dict[str, torch.Tensor],
               gradients: dict[str, torch.Tensor]) -> Block:
@@ -142,9 +144,10 @@ class GPT:
         for name, tensor in named_tensors:
             mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
-    def reserve(self, B: int, T: int, placement: Placement | None = None, **kw: Any) -> None:
+    def reserve(self, B: int, T: int, placement: Placement | None = None,
+                streams: Streams | None = None, pin: bool = True) -> None:
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
-        every layer keeps its own on the device. `kw`: see Swap."""
+        every layer keeps its own on the device. `streams`, `pin`: see Swap."""
         cfg, tp = self.cfg, self.mesh.weights
         self.close()  # free the old before taking the new
         several = unit_rows(cfg, B, T)
@@ -155,7 +158,8 @@ class GPT:
         placement = placement or Placement(layers, units, B * T // tp.size, **several)
         start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
-                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start, **kw)
+                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start,
+                         streams=streams, pin=pin)
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
@@ -198,7 +202,8 @@ class GPT:
                          *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
-    def reserve_forward(self, B: int, T: int, n_layer: int | None = None, **kw: Any) -> None:
+    def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
+                        streams: Streams | None = None, pin: bool = True) -> None:
         """reserve() for passes whose units are used up one by one, as in a forward without a backward: all
         units of `n_layer` layers (default: all) take turns in the memory of one. The stream between layers is
         copied where all would take over half of what a GPU has free."""
@@ -209,7 +214,7 @@ class GPT:
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
-        self.reserve(B, T, with_stream(p, tensors, spare), **kw)
+        self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
@@ -218,7 +223,7 @@ class GPT:
             self.arrive(bucket)
         if self.swap is not None:
             self.swap.close()
-        self.shape = self.swap = None
+        self.shape, self.swap = (0, 0), None
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
                 scale: float | None = None) -> torch.Tensor:
@@ -243,7 +248,7 @@ class GPT:
         """(B, T) -> [(B * T_i,)]."""
         return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
 
-    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], Any]) -> list:
+    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list:
         """[read(i, x)] of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the last
         layer's output, of own rows of subsequence i; what comes next writes over it."""
         self.tokens, self.scale, found = self.by_subsequence(tokens), None, []
@@ -281,6 +286,7 @@ class GPT:
         if step.is_message:
             return Work(self.swap.label(step), self.exchange, (step,))
         if step.of_states:
+            assert self.source is not None
             call, *arguments = self.source.work_of(step)
             return Work(f"{step.kind} {self.bucket_names[step.unit.layer + 1]}", call, (*arguments,))
         if not step.computes:
@@ -398,7 +404,7 @@ class GPT:
 
     def bring(self, bucket: int) -> None:
         """Brings a bucket's parameters where these come."""
-        if bucket in self.coming:
+        if bucket in self.coming and self.source is not None:
             self.source.bring_weights(bucket)
 
     def arrive(self, bucket: int) -> None:

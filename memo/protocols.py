@@ -50,7 +50,7 @@ class Model(Protocol):
     bucket_grads: list[torch.Tensor]
     loaded: list[torch.Tensor]
     arriving: dict[int, Work]
-    source: Source
+    source: Source | None
     arena: Arena | NoArena
     shape: tuple[int, int]
     swap: Swap

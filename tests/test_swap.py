@@ -314,7 +314,7 @@ def test_the_memory_of_another_shape_is_taken_anew():
     cfg, model, _ = build(1, 512, torch.float32, activation="memo", alpha=0.5)
     first = model.swap
     loss = model.forward(*random_batch(cfg, 1, 256, "cpu"))
-    assert first.buffers is None and first.slab is None and model.swap.host_bytes == 0
+    assert not first.buffers and first.slab is None and model.swap.host_bytes == 0
     assert torch.equal(loss, GPT_loss(cfg, 256))
 
 
