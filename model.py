@@ -13,30 +13,23 @@ With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations, Weights
 from memo.attention import resolve_attention
 from memo.backends import aligned
 from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
-from memo.edges import TABLES, Edges
-from memo.flat import (
-    bucket_places,
-    bucket_views,
-    gradients_in_turns,
-    local_layout,
-    views,
-    weights_in_turns,
-)
-from memo.layer import layer_of, model_parameters
+from memo.edges import Edges, Tables
+from memo.flat import bucket_places, gradients_in_turns, local_layout, model_parameters, weights_in_turns
+from memo.layer import layer_of
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
@@ -44,16 +37,19 @@ from memo.parallel.cp import attention_over_ranks, local_positions
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
-from memo.planner.allocator import NoArena
+from memo.planner.allocator import Arena, NoArena
+from memo.protocols import Source
 from memo.rope import parse_scaling, scaled
 from memo.schedule.execute import Work
 from memo.schedule.step import Op, Step, Unit
+from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.subsequences import slice_lengths, unit_rows
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
+from memo.views import bucket_views, views
 
 
 def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,23 +105,22 @@ class GPT:
         # the same by name, as views, for those who compute
         weights = bucket_views(self.layout, self.buckets, self.bucket_params)
         gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        w, dw = (self.named(tensors, "", TABLES) for tensors in (weights, gradients))
+        w, dw = (Tables(**self.named(tensors, "")) for tensors in (weights, gradients))
         self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
-        self.shape: Any = None  # reserve() takes the activations' memory: their (B, T)
+        self.shape = 0, 0  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
         # from which these come, where any do: the optimizer, or without one host memory
-        self.source: Any = HostWeights(self) if cfg.layers_come and not grads else None
-        self.arena: Any = NoArena()  # where the transient tensors live: memo/planner/allocator.py
+        self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
+        self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def block(self, layer: int, weights: dict[str, torch.Tensor],
               gradients: dict[str, torch.Tensor]) -> Block:
         """What computes with the tensors of a layer among {name: tensor}."""
-        w, dw = (self.named(tensors, f"h.{layer}.", layer_of(self.cfg).absent)
-                 for tensors in (weights, gradients))
+        w, dw = (Weights(**self.named(tensors, f"h.{layer}.")) for tensors in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else BLOCKS[self.cfg.mlp]
         return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
 
@@ -137,13 +132,11 @@ class GPT:
         return self.block(self.cfg.layers[0], views(layout, weights), views(layout, gradients))
 
     @staticmethod
-    def named(tensors: dict[str, torch.Tensor], prefix: str, absent: Sequence[str]) -> SimpleNamespace:
-        """Those of {name: tensor} by the names behind `prefix`; the `absent`, which not every model has, are
-        None."""
+    def named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        """Finds those of {name: tensor} behind a prefix -> {the rest of the name: tensor}."""
         depth = prefix.count(".")
-        return SimpleNamespace(**dict.fromkeys(absent) | {
-            name.removeprefix(prefix): t for name, t in tensors.items()
-            if name.startswith(prefix) and name.count(".") == depth})
+        return {name.removeprefix(prefix): t for name, t in tensors.items()
+                if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
@@ -151,9 +144,10 @@ class GPT:
         for name, tensor in named_tensors:
             mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
-    def reserve(self, B: int, T: int, placement: Placement | None = None, **kw: Any) -> None:
+    def reserve(self, B: int, T: int, placement: Placement | None = None,
+                streams: Streams | None = None, pin: bool = True) -> None:
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
-        every layer keeps its own on the device. `kw`: see Swap."""
+        every layer keeps its own on the device. `streams`, `pin`: see Swap."""
         cfg, tp = self.cfg, self.mesh.weights
         self.close()  # free the old before taking the new
         several = unit_rows(cfg, B, T)
@@ -164,7 +158,8 @@ class GPT:
         placement = placement or Placement(layers, units, B * T // tp.size, **several)
         start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
-                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start, **kw)
+                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start,
+                         streams=streams, pin=pin)
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
@@ -207,7 +202,8 @@ class GPT:
                          *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
-    def reserve_forward(self, B: int, T: int, n_layer: int | None = None, **kw: Any) -> None:
+    def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
+                        streams: Streams | None = None, pin: bool = True) -> None:
         """reserve() for passes whose units are used up one by one, as in a forward without a backward: all
         units of `n_layer` layers (default: all) take turns in the memory of one. The stream between layers is
         copied where all would take over half of what a GPU has free."""
@@ -218,7 +214,7 @@ class GPT:
                       **unit_rows(self.cfg, B, T))
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
-        self.reserve(B, T, with_stream(p, tensors, spare), **kw)
+        self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)
 
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
@@ -227,7 +223,7 @@ class GPT:
             self.arrive(bucket)
         if self.swap is not None:
             self.swap.close()
-        self.shape = self.swap = None
+        self.shape, self.swap = (0, 0), None
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
                 scale: float | None = None) -> torch.Tensor:
@@ -252,7 +248,7 @@ class GPT:
         """(B, T) -> [(B * T_i,)]."""
         return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
 
-    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], Any]) -> list:
+    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list:
         """[read(i, x)] of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the last
         layer's output, of own rows of subsequence i; what comes next writes over it."""
         self.tokens, self.scale, found = self.by_subsequence(tokens), None, []
@@ -290,6 +286,7 @@ class GPT:
         if step.is_message:
             return Work(self.swap.label(step), self.exchange, (step,))
         if step.of_states:
+            assert self.source is not None
             call, *arguments = self.source.work_of(step)
             return Work(f"{step.kind} {self.bucket_names[step.unit.layer + 1]}", call, (*arguments,))
         if not step.computes:
@@ -386,7 +383,7 @@ class GPT:
     # unit has a copy, which leaves for the host while the layer above already writes over the original.
 
     @staticmethod
-    def unit_forward(block: Block, x: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+    def unit_forward(block: Block, x: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                      y: torch.Tensor) -> None:
         """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
@@ -396,7 +393,7 @@ class GPT:
         else:
             y.copy_(block.forward(s, turn, torch.empty_like(s.x)).view(y.shape))
 
-    def unit_backward(self, block: Block, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None,
+    def unit_backward(self, block: Block, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                       dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
         """dy -> dx, as in unit_forward."""
         if zeroed:
@@ -407,7 +404,7 @@ class GPT:
 
     def bring(self, bucket: int) -> None:
         """Brings a bucket's parameters where these come."""
-        if bucket in self.coming:
+        if bucket in self.coming and self.source is not None:
             self.source.bring_weights(bucket)
 
     def arrive(self, bucket: int) -> None:

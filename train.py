@@ -58,7 +58,8 @@ from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.report import report_step
-from memo.run import Run, open_run, prepare_run
+from memo.run import open_run, prepare_run
+from memo.run_state import Run
 from memo.schedule.spans import busy_s, length_s, stall_s
 from memo.signals import StopSignal, interruptible
 from memo.weights import hf_tensors
@@ -93,8 +94,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
 
     # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
     with naming_region(found.expected, device, "rounding_buffers"):
-        decision = memory.reserve_activations(cfg, model, found.host_limit_bytes,
-                                              machine=found.expected and found.expected.machine)
+        machine = found.expected.machine if found.expected else None
+        decision = memory.reserve_activations(cfg, model, found.host_limit_bytes, machine=machine)
     # rehearses a step, and gives each of its temporary tensors an address
     with naming_region(found.expected, device, "transient"):
         memory.plan_memory(cfg, model)

@@ -36,7 +36,7 @@ from memo.schedule.streams import open_streams
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
 from model import GPT, initial_weights
-from tests.rendezvous import validate_programs
+from testing.rendezvous import validate_programs
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = dict(n_layer=2, n_head=4, n_embd=256, batch_size=1, gradient_accumulation_steps=1, dataset="stdlib",

@@ -13,13 +13,14 @@ buffer. What is token-wise goes piece by piece of rows (parallel/tp.py), attenti
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations, Weights
 from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
@@ -58,7 +59,7 @@ class Block:
     any range of rows and gives the same bits as the whole: recomputing a part of a layer rests on that.
     """
 
-    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         self.w, self.dw, self.attention, self.prefix = w, dw, attention, prefix
         self.ops, self.matmul, self.tp = ops, matmul_of(cfg.matmul, ops.name), mesh.weights
@@ -74,13 +75,13 @@ class Block:
 
     # --- forward ---
 
-    def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    def forward(self, s: Activations, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
         s = self.with_keys(s)
         self.recompute(s, turn, self.every_row)  # for the first time
         return self.output(s, out)
 
-    def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
+    def recompute(self, s: Activations, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes
         token by token, but for attention, which runs whole if any row of attn_out is wanted, and not at all
         otherwise. Source: MEMO 4.1."""
@@ -98,7 +99,7 @@ class Block:
         self.projection(s, rows)
         self.mlp(s, rows)
 
-    def extend(self, s: SimpleNamespace, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
+    def extend(self, s: Activations, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
                attention: Attention, out: torch.Tensor) -> None:
         """The forward of one sequence's last token alone, whose query sees all `keys` and `values` (1, T,
         Hkv, D), as pieces hold them; the last ones are the token's own, and written here. So text is
@@ -114,7 +115,7 @@ class Block:
         self.mlp(s, self.every_row)
         self.output(s, out)
 
-    def queries_keys_values(self, s: SimpleNamespace, turn: torch.Tensor | None,
+    def queries_keys_values(self, s: Activations, turn: torch.Tensor | None,
                             rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
         w = self.w
@@ -133,35 +134,33 @@ class Block:
     # With several subsequences keys and values lie in pieces, `s.pieces`, which later subsequences read.
     # Where a piece holds them as the layer makes them, it is the unit's `s.k` and `s.v`.
 
-    def with_keys(self, s: SimpleNamespace) -> SimpleNamespace:
+    def with_keys(self, s: Activations) -> Activations:
         """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
         subsequences."""
         if not s.pieces:
             return s
         k, v = s.pieces[-1]
         if self.keys_apart(s):
-            k, v = (s.x.new_empty(len(s.x) * self.tp.size, len(self.w.k_w)) for _ in range(2))
-        return SimpleNamespace(**vars(s) | {name: t.view(len(s.x), self.tp.size, -1)
-                                            for name, t in (("k", k), ("v", v))})
+            k, v = (s.x.new_empty(len(s.x) * self.tp.size, self.kv_heads * self.head_dim) for _ in range(2))
+        return replace(s, **{name: t.view(len(s.x), self.tp.size, -1) for name, t in (("k", k), ("v", v))})
 
-    def keys_apart(self, s: SimpleNamespace) -> bool:
+    def keys_apart(self, s: Activations) -> bool:
         """Whether the unit's own piece does not hold keys and values as the layer makes them; so, too, where
         other stages compute the later rows of several sequences, whose keys lie between."""
         return self.keys_change or not s.pieces[-1][0].is_contiguous()
 
-    def keys_of(self, s: SimpleNamespace) -> list[torch.Tensor]:
+    def keys_of(self, s: Activations) -> list[torch.Tensor]:
         """(B, T, Hkv/tp, D) twice."""
         return self.heads(s.k, s.v, like=s.lse)
 
-    def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+    def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         """The unit's own piece again, from its input x (n, C)."""
-        names = [name for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd") if hasattr(s, name)]
-        normed = {name: torch.empty_like(getattr(s, name)) for name in names}
-        again = SimpleNamespace(x=x, pieces=s.pieces, slices=s.slices, lse=s.lse, **normed)
-        rows = self.no_rows | dict.fromkeys((*names, *KEYS_VALUES), EVERY_ROW)
-        self.queries_keys_values(self.with_keys(again), turn, rows)
+        own = {name: getattr(s, name) for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd")}
+        normed = {name: torch.empty_like(t) for name, t in own.items() if t is not None}
+        rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
+        self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), turn, rows)
 
-    def prefix_backward(self, dout: torch.Tensor, s: SimpleNamespace,
+    def prefix_backward(self, dout: torch.Tensor, s: Activations,
                         turn: torch.Tensor | None) -> list[torch.Tensor]:
         """dq, dk, dv of attention over a prefix; those of k and v are complete: later subsequences have added
         theirs to `s.sums` before."""
@@ -172,11 +171,11 @@ class Block:
             self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
         return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
-    def kept(self, s: SimpleNamespace, name: str) -> Any:
+    def kept(self, s: Activations, name: str) -> Any:
         """The skeletal tensor `name`, an input of products, as they take it."""
         return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
 
-    def columns(self, s: SimpleNamespace, linears: dict[str, tuple], x: Any, rows: dict[str, slice]) -> None:
+    def columns(self, s: Activations, linears: dict[str, tuple], x: Any, rows: dict[str, slice]) -> None:
         """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
@@ -190,7 +189,7 @@ class Block:
                     column_linear_forward(self.matmul, gathered, w, b, out)
             in_turns(self.tp, s.x.device, first, end, project)
 
-    def norm_forward(self, name: str, x: torch.Tensor, s: SimpleNamespace, r: slice) -> None:
+    def norm_forward(self, name: str, x: torch.Tensor, s: Activations, r: slice) -> None:
         """Rows r of ln1_out or ln2_out."""
         w, b, mean, rstd = self.norm(name, s, r)
         for piece, out in self.matmul.pieces(self.kept(s, f"{name}_out")[r], like=x[r]):
@@ -198,13 +197,13 @@ class Block:
             self.ops.norm_forward(x[r][piece], w, b, out, mean_, rstd[piece], self.eps)
 
     def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
-                      s: SimpleNamespace, r: slice, out: torch.Tensor) -> None:
+                      s: Activations, r: slice, out: torch.Tensor) -> None:
         """residual + the gradient of x, over `out`; rows r of x."""
         w, b, mean, rstd = self.norm(name, s, r)
         dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
 
-    def norm(self, name: str, s: SimpleNamespace, r: slice) -> tuple:
+    def norm(self, name: str, s: Activations, r: slice) -> tuple:
         """(weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
         kept = (getattr(s, f"{name}_{what}", None) for what in ("mean", "rstd"))
@@ -216,28 +215,29 @@ class Block:
             return self.attention
         return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
 
-    def prefix_at(self, s: SimpleNamespace, turn: torch.Tensor | None) -> PrefixAttention:
+    def prefix_at(self, s: Activations, turn: torch.Tensor | None) -> PrefixAttention:
         """The same over a prefix."""
         prefix = in_slices(self.prefix, s.slices)
         if self.w.q_norm_w is None:
             return prefix
         return prefix_of_normed_heads(prefix, self.ops, self.w, self.dw, self.eps, turn)
 
-    def projection(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
+    def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
         w, r = self.w, rows["mid"]  # (n, C)
         row_linear_forward(self.matmul, self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, s.mid[r])
 
-    def mlp(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
+    def mlp(self, s: Activations, rows: dict[str, slice]) -> None:
         """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
         self.columns(s, {"fc1_out": (w.fc1_w, w.fc1_b)}, self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
-        r = rows["gelu_out"]
-        for piece, out in self.matmul.pieces(self.kept(s, "gelu_out")[r], like=s.fc1_out[r]):
-            gelu_forward(s.fc1_out[r][piece], self.gelu, out=out)
+        r, fc1_out = rows["gelu_out"], s.fc1_out
+        assert fc1_out is not None
+        for piece, out in self.matmul.pieces(self.kept(s, "gelu_out")[r], like=fc1_out[r]):
+            gelu_forward(fc1_out[r][piece], self.gelu, out=out)
 
-    def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
+    def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid and gelu_out."""
         w = self.w
         x = self.kept(s, "gelu_out")
@@ -245,7 +245,7 @@ class Block:
 
     # --- backward ---
 
-    def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
         # The MLP half and the projection first, for they go piece by piece.
@@ -257,18 +257,18 @@ class Block:
         gradients = self.prefix_backward(dout_, s, turn) if s.pieces else attend_backward(
             self.attention_at(turn), dout_, q, k, v, out, s.lse, True, self.scale)
         # (n, tp, Q/tp or KV/tp)
-        dqkv = [g.reshape(t.shape) for g, t in zip(gradients, (s.q, s.k, s.v), strict=True)]
+        dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients
         for g in dqkv[:2] if turn is not None and self.w.q_norm_w is None else ():
             self.ops.rotary(g, turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 
-    def place_of_dout(self, s: SimpleNamespace) -> torch.Tensor:
+    def place_of_dout(self, s: Activations) -> torch.Tensor:
         """Memory for the gradient of attn_out, (n, tp, Q/tp): that of a tensor whose rows the MLP half has
         used up, piece by piece, when those of the gradient are written. Rows of the gradient are no longer
         than its rows, so that they never reach into a later piece."""
-        for used_up in (s.ln2_out, getattr(s, self.last)):
+        for used_up in (getattr(s, name) for name in ("ln2_out", self.last)):
             if used_up.nbytes >= s.attn_out.nbytes:
                 like = used_up.view(-1).view(s.attn_out.dtype)
                 return like[:s.attn_out.numel()].view(s.attn_out.shape)
@@ -277,21 +277,22 @@ class Block:
     # Generators: each yields where a message is on its way, as tp.in_turns wants, and another piece computes
     # meanwhile.
 
-    def after_attention_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+    def after_attention_backward(self, dy: torch.Tensor, s: Activations, dout: torch.Tensor,
                                  r: slice) -> Iterator[None]:
         """Rows r: the MLP half, then the projection: nothing between the two needs other rows."""
         yield from self.mlp_backward(dy, s, r)
         yield from self.projection_backward(dy, s, dout, r)
 
-    def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
+    def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
         """out = mid + gelu(ln2(mid) fc1) fc2. Rows r: writes the gradient of mid over dy."""
-        w, dw, tp, dy = self.w, self.dw, self.tp, dy[r]
+        w, dw, tp, dy, fc1_out = self.w, self.dw, self.tp, dy[r], s.fc1_out
+        assert fc1_out is not None
         message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
         yield
         bias_backward(dy, dw.fc2_b)  # own rows only: the tp ranks' sums are added up in the optimizer
         d = row_linear_backward(self.matmul, message.wait(), self.kept(s, "gelu_out")[r], w.fc2_w, dw.fc2_w)
         message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels while the GELU computes
-        d = gelu_backward(d, s.fc1_out[r], self.gelu, out=s.fc1_out[r])
+        d = gelu_backward(d, fc1_out[r], self.gelu, out=fc1_out[r])
         yield
         message = column_linear_backward(self.matmul, tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w],
                                          [dw.fc1_b])
@@ -299,7 +300,7 @@ class Block:
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
 
-    def projection_backward(self, dy: torch.Tensor, s: SimpleNamespace, dout: torch.Tensor,
+    def projection_backward(self, dy: torch.Tensor, s: Activations, dout: torch.Tensor,
                             r: slice) -> Iterator[None]:
         """mid = x + attn_out proj. Rows r: writes the gradient of attn_out into `dout`; that of x on this way
         is dy."""
@@ -309,7 +310,7 @@ class Block:
         bias_backward(dy, dw.proj_b)
         row_linear_backward(self.matmul, message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
-    def queries_keys_values_backward(self, dy: torch.Tensor, s: SimpleNamespace, dqkv: list[torch.Tensor],
+    def queries_keys_values_backward(self, dy: torch.Tensor, s: Activations, dqkv: list[torch.Tensor],
                                      r: slice) -> Iterator[None]:
         """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
         over x."""
@@ -323,7 +324,7 @@ class Block:
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
     @staticmethod
-    def qkv(w: SimpleNamespace) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def qkv(w: Weights) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The matrices of q, k and v, and their biases."""
         return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
 
@@ -337,18 +338,19 @@ class GatedBlock(Block):
     """A layer of Llama's: out = mid + down (silu(gate ln2(mid)) * (up ln2(mid))). The product of the two is
     not kept: each piece of rows makes it again from gate_out and up_out, without a matrix product."""
 
-    def mlp(self, s: SimpleNamespace, rows: dict[str, slice]) -> None:
+    def mlp(self, s: Activations, rows: dict[str, slice]) -> None:
         """ln2_out, gate_out, up_out from mid."""
         w = self.w
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
         linears = {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}
         self.columns(s, linears, self.kept(s, "ln2_out"), rows)
 
-    def output(self, s: SimpleNamespace, out: torch.Tensor) -> torch.Tensor:
+    def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         product = Gated(self.ops, s.gate_out, s.up_out)
         return row_linear_forward(self.matmul, self.tp, s.mid, product, self.w.down_w, None, out=out)
 
-    def mlp_backward(self, dy: torch.Tensor, s: SimpleNamespace, r: slice) -> Iterator[None]:
+    def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
+        assert s.gate_out is not None and s.up_out is not None
         w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]
         message = tp.start_gather(dy)
         product = Gated(self.ops, gate, up)[EVERY_ROW]

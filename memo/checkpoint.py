@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from memo.command import progress, start_thread
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import own_folder, regular, save_bytes, sync_folder
-from memo.flat import Piece, is_finite, whole
-from memo.layer import model_parameters
+from memo.flat import model_parameters
 from memo.manifest import (
     CHECKPOINT,
     CHECKPOINT_JSON,
@@ -50,11 +49,10 @@ from memo.manifest import (
 )
 from memo.optim import Optimizer
 from memo.parallel.axis import come
+from memo.protocols import Model
 from memo.shards import Reader
 from memo.snapshot import Copier
-
-if TYPE_CHECKING:
-    from model import GPT
+from memo.views import Piece, is_finite, whole
 
 READ_BYTES = 2**24
 LESS = "try a lower --learning_rate or more --warmup_iters"
@@ -344,7 +342,7 @@ def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], Any]) -> Any:
                     warn(f"checkpoint passed over: {e}")
 
 
-def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
+def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
     """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
     shape; or the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
@@ -363,7 +361,7 @@ def check_model(ckpt: Checkpoint, model: "GPT", prefixes: list[str]) -> None:
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
-def restore(ckpt: Checkpoint, model: "GPT", optimizer: Optimizer | None = None) -> None:
+def restore(ckpt: Checkpoint, model: Model, optimizer: Optimizer | None = None) -> None:
     """Sets master weights, moments and the count of steps. Without an optimizer it sets the model's
     parameters; with one, optimizer.publish() does. Sends nothing to other ranks. Errors, those of
     check_model(), come before anything is overwritten."""

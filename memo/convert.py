@@ -44,7 +44,7 @@ from memo import checkpoint
 from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import json_bytes, load_json, save_bytes, save_json
-from memo.flat import whole
+from memo.flat import model_parameters
 from memo.huggingface import (
     CONFIG,
     OWN,
@@ -55,10 +55,10 @@ from memo.huggingface import (
     own_files,
     save_own_files,
 )
-from memo.layer import model_parameters
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
 from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG, OtherForm, check_vocab_size, find_tokenizer
+from memo.views import whole
 from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, save_weights
 
 

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from memo.flat import Piece
 from memo.manifest import SAVE
 from memo.parallel.axis import WRITTEN, come
+from memo.views import Piece
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 

@@ -8,7 +8,6 @@ Both edges share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
@@ -17,18 +16,28 @@ from memo.layer import head_rows, logit_bytes
 from memo.matmul import accumulate_product
 from memo.ops import Ops
 from memo.parallel.axis import Axis
-from memo.parallel.tp import chunks, embedding_backward, embedding_forward
+from memo.parallel.rows import chunks
+from memo.parallel.tp import embedding_backward, embedding_forward
 
-TABLES = "wte", "wpe", "head_w", "lnf_w", "lnf_b"  # not every stage of every model has them
+
+@dataclass(eq=False)
+class Tables:
+    """Holds a rank's parameters of both edges, or their gradients; None: not of this stage or model."""
+
+    wte: torch.Tensor | None = None
+    wpe: torch.Tensor | None = None
+    head_w: torch.Tensor | None = None
+    lnf_w: torch.Tensor | None = None
+    lnf_b: torch.Tensor | None = None
 
 
 @dataclass
 class Edges:
-    """`w` and `dw`: this rank's parameters of TABLES and their gradients, by name; None: not here."""
+    """`w` and `dw`: this rank's parameters and their gradients."""
 
     cfg: Config
-    w: SimpleNamespace
-    dw: SimpleNamespace
+    w: Tables
+    dw: Tables
     ops: Ops
     tp: Axis
 
@@ -56,7 +65,7 @@ class Edges:
     # --- head ---
 
     @staticmethod
-    def head_matrix(w: SimpleNamespace) -> torch.Tensor:
+    def head_matrix(w: Tables) -> torch.Tensor:
         """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
         embedding's."""
         return w.wte if w.head_w is None else w.head_w

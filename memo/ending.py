@@ -21,7 +21,7 @@ from memo.report import (
     print_first_lines,
     print_last_lines,
 )
-from memo.run import Run
+from memo.run_state import Run
 from memo.signals import StepGivenUp, StopSignal, handling
 from memo.watch import Watch
 

@@ -3,38 +3,19 @@
 So a norm, a cast or an optimizer step is one kernel over one tensor, and a shard is a range of it.
 """
 
-from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from math import isfinite, prod
-from typing import TYPE_CHECKING
+from math import prod
+from typing import NamedTuple
 
 from memo.config import MODEL_KEYS, Config
-from memo.layer import Parameter, model_parameters
+from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
-
-if TYPE_CHECKING:
-    import torch
 
 STAGE_KEYS = (*MODEL_KEYS, "pp", "stage")  # that the parameters of a stage depend on
 ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
-
-Piece = namedtuple("Piece", "name shape offsets tensor")
-Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the
-box begins in it; `tensor`: a view with the box's shape and values."""
-
-
-def whole(name: str, tensor: "torch.Tensor") -> Piece:
-    """A tensor as one Piece."""
-    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-
-
-def is_finite(t: "torch.Tensor") -> bool:
-    """Whether no value is NaN or infinite."""
-    ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
-    return all(isfinite(low) and isfinite(high) for low, high in ends)
 
 
 @dataclass(frozen=True)
@@ -51,7 +32,44 @@ class Location:
         return self.offset + prod(self.shape)
 
 
+class Range(NamedTuple):
+    """A part of the flat buffers that a rank owns, and where that begins in its shard."""
+
+    start: int
+    end: int
+    at: int
+
+    @property
+    def flat(self) -> slice:
+        return slice(self.start, self.end)
+
+    @property
+    def shard(self) -> slice:
+        return slice(self.at, self.at + self.end - self.start)
+
+
 # --- this rank's parts ---
+
+def model_parameters(cfg: Config) -> dict[str, Parameter]:
+    """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
+    norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
+    one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
+    them, so that the ranks of both stages share them out alike, and make equal steps."""
+    C, layer = cfg.n_embd, layer_of(cfg)
+    made: dict[str, Parameter] = {}
+    if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
+        made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
+        if cfg.position == "learned":
+            made["wpe"] = Parameter((cfg.block_size, C))
+    for i in cfg.layers:
+        made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
+    if cfg.has_head and not cfg.tie_embeddings:
+        made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
+    if cfg.has_head:
+        made["lnf_w"] = Parameter((C,), None, "ones")
+    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
+
+
 
 def is_shared(p: Location, tp: int) -> bool:
     """Whether all tp ranks hold the same parameter."""
@@ -140,21 +158,6 @@ def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list
 def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> int:
     """Bytes of host memory for a shard's way to an optimizer on the host and back (memo/staging.py)."""
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
-
-
-def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]], parts: list) -> dict:
-    """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
-    made, k = {}, 0
-    for name, p in layout.items():
-        k += p.offset >= buckets[k][1]
-        start = buckets[k][0]
-        made[name] = parts[k][p.offset - start:p.end - start].view(p.shape)
-    return made
-
-
-def views(layout: dict[str, Location], flat: "torch.Tensor") -> dict:
-    """{name: view of `flat` in the parameter's shape}."""
-    return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
 
 
 def joined(ranges: Iterable[tuple]) -> list[tuple]:

@@ -1,21 +1,17 @@
 """The formulas of MEMO, section 5.1: parameters, model FLOPs, TGS and MFU."""
 
-from typing import TYPE_CHECKING
-
 from memo.layer import layer_of
-
-if TYPE_CHECKING:
-    from memo.config import Config
+from memo.settings import Settings
 
 
-def parameters(cfg: "Config") -> int:
+def parameters(cfg: Settings) -> int:
     """P, the elements of all matrices: of the layers, of the embedding, and of a head that is not the
     embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
     tables = 1 if cfg.tie_embeddings else 2
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
-def flops_per_sample(cfg: "Config") -> int:
+def flops_per_sample(cfg: Settings) -> int:
     """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an embedding
     that is not the head's too: rows of it are looked up.
 
@@ -26,14 +22,14 @@ def flops_per_sample(cfg: "Config") -> int:
     return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
-def layer_forward_flops(cfg: "Config", tokens: int) -> int:
+def layer_forward_flops(cfg: Settings, tokens: int) -> int:
     """Model FLOPs of a layer's forward on the first `tokens` tokens of a sequence: 2 E t + 2 H D t^2, where E
     are the elements of its matrices. The second term is attention under the causal mask. Source: MEMO 5.1."""
     linear, square = layer_forward_terms(cfg)
     return linear * tokens + square * tokens**2
 
 
-def layer_forward_terms(cfg: "Config") -> tuple[int, int]:
+def layer_forward_terms(cfg: Settings) -> tuple[int, int]:
     """(2 E, 2 H D), see layer_forward_flops."""
     return 2 * layer_of(cfg).matrix_elements, 2 * cfg.n_head * cfg.head_width
 
@@ -43,7 +39,7 @@ def tgs(tokens: int, gpus: int, seconds: float) -> float:
     return tokens / (gpus * seconds)
 
 
-def mfu(cfg: "Config", tgs: float, peak_flops_per_s: float | None) -> float | None:
+def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None) -> float | None:
     """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
     if peak_flops_per_s is None:
         return None

@@ -39,7 +39,7 @@ import torch
 
 from memo.device import synchronize
 from memo.parallel.axis import Axis
-from memo.parallel.tp import cut
+from memo.parallel.rows import cut
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale

@@ -6,14 +6,14 @@ normed tensor is longer there than that, and none is copied to the host. Shapes:
 D); positions in `turn` as in memo/ops.py.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Pieces, Weights
 from memo.attention import Attention, Gradients, Result
 from memo.ops import Ops
-from memo.parallel.prefix import Pieces, PrefixAttention
+from memo.parallel.prefix import PrefixAttention
 
 
 def normed_heads(ops: Ops, x: torch.Tensor, w: torch.Tensor, eps: float,
@@ -45,7 +45,7 @@ def rotate(ops: Ops, x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
     ops.rotary(x.view(*turn.shape[:2], -1), turn, back)
 
 
-def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace, eps: float,
+def over_normed_heads(attention: Attention, ops: Ops, w: Weights, dw: Weights, eps: float,
                       turn: torch.Tensor | None) -> Attention:
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
     name."""
@@ -71,7 +71,7 @@ def over_normed_heads(attention: Attention, ops: Ops, w: SimpleNamespace, dw: Si
     return attention._replace(forward=forward, backward=backward, start=attention.start and start)
 
 
-def prefix_of_normed_heads(prefix: PrefixAttention, ops: Ops, w: SimpleNamespace, dw: SimpleNamespace,
+def prefix_of_normed_heads(prefix: PrefixAttention, ops: Ops, w: Weights, dw: Weights,
                            eps: float, turn: torch.Tensor | None) -> PrefixAttention:
     """`prefix` of normed and rotated q and k: a PrefixAttention of the same shape. Queries are normed when
     attention takes them, as above; keys once, by to_pieces, for many queries read them: pieces hold normed

@@ -14,7 +14,7 @@ from typing import Any
 
 from memo.errors import ConfigError, warn
 from memo.files import MOST_TEXT_CHARS, load_json, open_file, own_folder, save_bytes
-from memo.layer import model_parameters
+from memo.flat import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"

@@ -16,21 +16,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from memo.command import progress
+from memo.config import Config
 from memo.errors import ConfigError, DataError, TrainingError, last_line
+from memo.parallel.axis import FOREVER, Axis
 from memo.signals import Interrupted
 
-if TYPE_CHECKING:
-    from memo.parallel.axis import Axis
-    from memo.run import Run
-
-FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
 CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
@@ -108,7 +105,7 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def together(host: "Axis", work: Callable, *args: Any) -> Any:
+def together(host: Axis, work: Callable, *args: Any) -> Any:
     """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever rank met
     a ConfigError or OSError."""
     result, error = None, None
@@ -125,7 +122,7 @@ def together(host: "Axis", work: Callable, *args: Any) -> Any:
     return result
 
 
-def same_everywhere(host: "Axis", values: dict[str, Any], remedy: str) -> None:
+def same_everywhere(host: Axis, values: dict[str, Any], remedy: str) -> None:
     """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
     for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
         if rank == 0:
@@ -144,11 +141,18 @@ def leave(line: str, wait_s: float = 0) -> None:
         os._exit(1)
 
 
+class Stepping(Protocol):
+    """Names what an error says of a run."""
+
+    cfg: Config
+    step: int
+
+
 @contextmanager
-def rank_errors(host: "Axis", run: "Run | None" = None) -> Iterator[None]:
+def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
     """Ends this process at once where it is one of several and an exception is raised in the with-block: an
     orderly end would wait for ranks that may be gone. Rank 0 alone reports an error that all ranks share.
-    `run`: the Run, once it is set up."""
+    `run`: once it is set up."""
     try:
         yield
     except Exception as e:

@@ -12,10 +12,8 @@ of rows. Source: MEMO 3.1 and 4.1.
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd, prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memo.config import Config
+from memo.settings import Settings
 
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
@@ -25,7 +23,6 @@ METP_ROWS = 2**14  # of METP's products; fewer would read and write the matrices
 HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
 MORE_HEAD_ROWS = 8  # the head's gradient, fp32, is read and written once for so many tokens
 HEAD_BYTES = 2**30  # of the logits of more than HEAD_ROWS tokens, with their softmax and gradient
-FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the kernels of a GPU
 SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
 
 # the skeletal tensors that every family has: the layer's input, attention's output
@@ -103,13 +100,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """`parameters`: {name: Parameter}; `absent`: names of parameters that the family has and this model
-    lacks. `skeletal`: in the order in which the forward makes the tensors. `operations`: of the forward, in
-    order, but for attention; the last one makes the next layer's input. `heads`: of queries; `kv_heads`: of
-    keys and values; `head_dim`: elements of each."""
+    """`parameters`: {name: Parameter}. `skeletal`: in the order in which the forward makes the tensors.
+    `operations`: of the forward, in order, but for attention; the last one makes the next layer's input.
+    `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
 
     parameters: dict[str, Parameter]
-    absent: tuple[str, ...]
     skeletal: tuple[Skeletal, ...]
     operations: tuple[Operation, ...]
     heads: int
@@ -149,10 +144,6 @@ class Layer:
 
 
 # --- the families ---
-
-# the parameters that a model may lack
-OPTIONAL = "q_b k_b v_b proj_b fc1_b fc2_b ln1_b ln2_b q_norm_w k_norm_w".split()
-
 
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
                        qk_norm: bool) -> dict[str, Parameter]:
@@ -233,40 +224,19 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
-    absent = tuple(name for name in OPTIONAL if name not in parameters)
-    return Layer(parameters, absent, skeletal, operations, H, Hkv, D)
+    return Layer(parameters, skeletal, operations, H, Hkv, D)
 
 
-def layer_of(cfg: "Config") -> Layer:
+def layer_of(cfg: Settings) -> Layer:
     """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
                          cfg.n_subsequences > 1, cfg.matmul == "fp8")
 
 
-def model_parameters(cfg: "Config") -> dict[str, Parameter]:
-    """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
-    norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
-    one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
-    them, so that the ranks of both stages share them out alike, and make equal steps."""
-    C, layer = cfg.n_embd, layer_of(cfg)
-    made: dict[str, Parameter] = {}
-    if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
-        made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
-        if cfg.position == "learned":
-            made["wpe"] = Parameter((cfg.block_size, C))
-    for i in cfg.layers:
-        made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
-    if cfg.has_head and not cfg.tie_embeddings:
-        made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
-    if cfg.has_head:
-        made["lnf_w"] = Parameter((C,), None, "ones")
-    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
-
-
 # --- the shape of a run ---
 
-def tensors_of(cfg: "Config", itemsize: int) -> dict[str, Tensor]:
+def tensors_of(cfg: Settings, itemsize: int) -> dict[str, Tensor]:
     """The skeletal tensors of one layer on one rank of a config."""
     return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
 
@@ -280,7 +250,7 @@ def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
     return groups
 
 
-def n_rows(cfg: "Config") -> int:
+def n_rows(cfg: Settings) -> int:
     """Rows of a rank's own."""
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
@@ -308,7 +278,7 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
     return max((n for n in fitting if rows * D * n <= GROUP_ELEMENTS), default=fitting[0])
 
 
-def head_groups(cfg: "Config") -> int:
+def head_groups(cfg: Settings) -> int:
     """METP's groups of query heads, whose q, k and v exist one after the other: as many as cfg.head_groups
     says. Or the fewest with METP_ELEMENTS or less in q, two of each tp rank where that is no more than there
     are heads of keys: the first one's matrices come while hardly anything is computed."""
@@ -320,7 +290,7 @@ def head_groups(cfg: "Config") -> int:
     return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
 
 
-def makes_queries_early(cfg: "Config") -> bool:
+def makes_queries_early(cfg: Settings) -> bool:
     """Whether METP's backward makes the next group's queries, and keys and values two groups ahead, beside
     the own block: in a ring of two ranks, unless its groups are as large as can be."""
     return cfg.token_ranks == 2 < head_groups(cfg)
@@ -332,7 +302,7 @@ def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
     return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
 
 
-def travelling(cfg: "Config") -> tuple[dict[str, int], dict[str, int]]:
+def travelling(cfg: Settings) -> tuple[dict[str, int], dict[str, int]]:
     """({parameter: elements of a rank's part} of the MLP, {parameter: elements of a group of heads}), of what
     METP sends between the ranks of tp; {} where it sends none."""
     part, group = dict[str, int](), dict[str, int]()
@@ -349,7 +319,7 @@ def travelling(cfg: "Config") -> tuple[dict[str, int], dict[str, int]]:
     return part, group
 
 
-def keys_dealt(cfg: "Config") -> int:
+def keys_dealt(cfg: Settings) -> int:
     """How often each head of keys lies in the pieces that attention over a prefix reads, of all ranks of cp:
     Ulysses deals whole heads, each rank at least one."""
     ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
@@ -362,7 +332,7 @@ def shares_heads(heads: int, sharing: int) -> bool:
     return heads % sharing == 0 or sharing % heads == 0
 
 
-def group_heads(cfg: "Config", S: int | None = None) -> int:
+def group_heads(cfg: Settings, S: int | None = None) -> int:
     """Query heads of a rank of a config that attention takes at a time. S: the tokens of each sequence that
     it takes, by default all."""
     rows = cfg.batch_size * (S or cfg.block_size) // cfg.cp

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import Field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
@@ -14,6 +13,7 @@ from memo.keys import check_value, columns, typed
 from memo.literals import assignments
 from memo.manifest import newest
 from memo.rope import parse_scaling
+from memo.settings import inner_width
 
 
 def known_key(name: str, where: str) -> Field:
@@ -64,12 +64,17 @@ def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
 
 def meaning(keys: Mapping[str, Any], name: str) -> Any:
     """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
-    model = SimpleNamespace(**{k: f.default for k, f in KEYS.items()} | dict(keys))
-    if name == "rope_scaling":
-        return parse_scaling(model.rope_scaling)
-    widths: dict[str, Any] = dict(n_kv_head=Config.kv_heads, head_dim=Config.head_width,
-                                  n_inner=Config.inner_width)
-    return widths[name].fget(model) if name in widths else getattr(model, name)
+    model = {k: f.default for k, f in KEYS.items()} | dict(keys)
+    match name:
+        case "rope_scaling":
+            return parse_scaling(model[name])
+        case "n_kv_head":
+            return model[name] or model["n_head"]
+        case "head_dim":
+            return model[name] or model["n_embd"] // model["n_head"]
+        case "n_inner":
+            return inner_width(model[name], model["n_embd"], model["mlp"])
+    return model[name]
 
 
 def starting_keys(given: dict[str, Any], typed_in: Collection[str],

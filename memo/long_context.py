@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,7 @@ from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
 from memo.parallel.cp import local_positions
 from memo.parallel.tp import own_ids
-
-if TYPE_CHECKING:
-    from model import GPT
+from memo.protocols import Model
 
 VALUE = 8  # tokens
 NEEDLE = 2 * VALUE  # a key and a value
@@ -67,7 +65,7 @@ def room_for(what: str) -> Iterator[None]:
                         "shorter --lengths") from e
 
 
-def reserve(model: "GPT", B: int, length: int) -> None:
+def reserve(model: Model, B: int, length: int) -> None:
     """Takes the memory for B sequences, unless the model has just that: the activations of one layer, which
     all layers use in turns."""
     T = length // model.mesh.tokens.size
@@ -75,7 +73,7 @@ def reserve(model: "GPT", B: int, length: int) -> None:
         model.reserve_forward(B, T)
 
 
-def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """(2, tp * n) fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp ranks'
     rows: the target's log-probability, and 1 where no token is likelier."""
     tp = model.mesh.weights
@@ -87,7 +85,7 @@ def target_scores(model: "GPT", x: torch.Tensor, target: torch.Tensor) -> torch.
     return torch.stack((log_p, (of_target[:, 0] >= best).float()))
 
 
-def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """(2, B, length) fp64 in host memory, from ids (B, length + 1): target_scores() of the tokens behind the
     first, where `wanted` (B, length) and where this rank of cp has them; else 0. Errors: RunFailed."""
     B, length = wanted.shape
@@ -113,7 +111,7 @@ def token_scores(model: "GPT", windows: torch.Tensor, wanted: torch.Tensor) -> t
     return made.view(2, B, length) * wanted
 
 
-def over_sequences(model: "GPT", n: int, work: Callable[[int], np.ndarray]) -> np.ndarray:
+def over_sequences(model: Model, n: int, work: Callable[[int], np.ndarray]) -> np.ndarray:
     """[work(i) for i in range(n)], summed over the ranks of cp. The dp ranks deal the sequences out."""
     mesh, made = model.mesh, {i: work(i) for i in range(model.mesh.dp.rank, n, model.mesh.dp.size)}
     shapes = mesh.host.objects(next((found.shape for found in made.values()), None))
@@ -130,7 +128,7 @@ def bucket_edges(length: int) -> list[int]:
     return sorted({0, *(length >> k for k in range(POSITION_BUCKETS))})
 
 
-def token_losses(model: "GPT", ids: torch.Tensor, context: int) -> np.ndarray:
+def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
     """(S,) fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees windows of
     `context` tokens. Windows overlap by half: of what is before a token the model sees all, or at least
     context/2."""
@@ -149,7 +147,7 @@ def token_losses(model: "GPT", ids: torch.Tensor, context: int) -> np.ndarray:
     return losses
 
 
-def measure_losses(model: "GPT", asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
     """Lists with an item for each bucket of positions, and what tokens gain whose past is longer than the
     least length. tell(what is done now)."""
     S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
@@ -201,7 +199,7 @@ def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) ->
     return text
 
 
-def needle_scores(model: "GPT", ids: torch.Tensor, needle: torch.Tensor, depths: list[float]) -> np.ndarray:
+def needle_scores(model: Model, ids: torch.Tensor, needle: torch.Tensor, depths: list[float]) -> np.ndarray:
     """(1 + depths, 2), without a needle, then with one at each depth: the mean log-probability of the value's
     tokens, and the fraction of these that are the likeliest."""
     wanted = torch.zeros(1, len(ids) - 1, dtype=torch.bool)
@@ -210,7 +208,7 @@ def needle_scores(model: "GPT", ids: torch.Tensor, needle: torch.Tensor, depths:
     return torch.stack(found).sum((2, 3)).numpy() / VALUE
 
 
-def measure_needles(model: "GPT", asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
     """`score`: the fraction of the value's tokens that are found. `gain`: what a needle adds to their mean
     log-probability. Both for each depth a list with an item for each length. tell(what is done now)."""
     usual, n, made = usual_tokens(asked.data), asked.batches, []

@@ -4,7 +4,7 @@ tensors; what the startup and plan.json say of both."""
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -41,6 +41,7 @@ from memo.parallel.mesh import open_lanes
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.rehearsal import rehearsed_requests, traced_requests
 from memo.planner.trace import Trace
+from memo.protocols import Model
 from memo.schedule.simulate import in_one_order
 from memo.schedule.streams import Streams
 from memo.sharing import shared
@@ -49,9 +50,6 @@ from memo.subsequences import subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placing import rests, swaps_layers
 from memo.swap.slab import host_bytes
-
-if TYPE_CHECKING:
-    from model import GPT
 
 
 def gpu_decides(cfg: Config, device: torch.device) -> bool:
@@ -96,7 +94,7 @@ def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: i
         place_whole(cfg, ways, None)
 
 
-def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
+def cpu_room(cfg: Config, model: Model, limit: int) -> Room:
     """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
     host_limit()."""
     host = model.mesh.host
@@ -105,7 +103,7 @@ def cpu_room(cfg: Config, model: "GPT", limit: int) -> Room:
     return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
 
 
-def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
+def gpu_room(cfg: Config, model: Model, rates: Rates, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
     Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
@@ -130,13 +128,13 @@ def gpu_room(cfg: Config, model: "GPT", rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
-def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams | None = None,
+def reserve_activations(cfg: Config, model: Model, limit: int, streams: Streams | None = None,
                         machine: Machine | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
     at once. `limit`: host_limit(); `machine`: whose type says how msp shares units out. -> Decision. Errors:
     OutOfHostMemory."""
-    B, T, how = cfg.batch_size, cfg.block_size // cfg.cp, dict(streams=streams, pin=cfg.pin_memory)
+    B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
@@ -146,7 +144,8 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     all_fit = cpu and not problem.n_swapped
     if (swaps_layers(cfg) and not all_fit) or cfg.msp:
         settle(model.device)
-        model.reserve_forward(B, T, n_layer=1, **how)  # a unit's backward follows its forward
+        # a unit's backward follows its forward
+        model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
         rates = profiler.measure(model.blocks[0], model.swap, model.turn, model.device, cfg.pin_memory, peers,
                                  host)
         model.grads.zero_()
@@ -171,7 +170,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)
         placement, swap_plan = together[cfg.stage]
-    model.reserve(B, T, placement, **how)
+    model.reserve(B, T, placement, streams=streams, pin=pin)
     if cfg.msp:  # whose stages would post messages in orders of their own
         steps, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
                              for trains in (True, False))
@@ -179,7 +178,7 @@ def reserve_activations(cfg: Config, model: "GPT", limit: int, streams: Streams 
     return Decision(placement, swap_plan, rates, limit)
 
 
-def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
+def requests_of_a_step(model: Model, arena: Arena) -> Trace:
     """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
     one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
     waiting."""
@@ -198,13 +197,13 @@ def requests_of_a_step(model: "GPT", arena: Arena) -> Trace:
     cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
-    def make(device: torch.device) -> "GPT":
+    def make(device: torch.device) -> Model:
         return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
     return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 
 
-def plan_memory(cfg: Config, model: "GPT") -> None:
+def plan_memory(cfg: Config, model: Model) -> None:
     """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
     the run goes on without, and says so."""
     if cfg.memory_plan == "off":
@@ -230,7 +229,7 @@ def plan_memory(cfg: Config, model: "GPT") -> None:
         without(e)
 
 
-def where_it_lives(cfg: Config, decision: Decision, model: "GPT", optimizer: Optimizer) -> list[Line]:
+def where_it_lives(cfg: Config, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
     """[Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     staging = optimizer.staging
@@ -289,7 +288,7 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     return lines
 
 
-def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line],
+def plan_record(cfg: Config, decision: Decision, model: Model, lines: list[Line],
                 expected: Estimate | None) -> dict[str, Any]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""
@@ -303,7 +302,7 @@ def plan_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])
 
 
-def stage_record(cfg: Config, decision: Decision, model: "GPT", lines: list[Line]) -> dict[str, Any]:
+def stage_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]) -> dict[str, Any]:
     """What plan.json holds of each of several stages, from its first rank."""
     record = plan_record(cfg, decision, model, lines, None)
     own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",

@@ -13,11 +13,11 @@ Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations, Weights
 from memo.attention import Attention, Gradients, attend, attend_backward, start_keys
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
@@ -47,7 +47,7 @@ from memo.parallel.visits import Visits
 class MetpBlock(Block):
     """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
 
-    def __init__(self, cfg: Config, w: SimpleNamespace, dw: SimpleNamespace, attention: Attention,
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
         super().__init__(cfg, w, dw, attention, prefix, ops, mesh)
         layer, self.hops = layer_of(cfg), mesh.hops
@@ -62,14 +62,14 @@ class MetpBlock(Block):
 
     # --- forward ---
 
-    def forward(self, s: SimpleNamespace, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    def forward(self, s: Activations, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)  # the first matrices of the MLP come while attention computes
         # the norm's output lies in `out`, free until the MLP
         self.attention_half(s, turn, own, out, EVERY_ROW)
         return self.mlp_half(s, own, out, visits)
 
-    def recompute(self, s: SimpleNamespace, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
+    def recompute(self, s: Activations, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
         rows = self.no_rows | rows
         if len(s.attn_out[rows["attn_out"]]):
             own = self.own_parts(*(self.names_of("q") if s.pieces else self.projections), "proj_w")
@@ -80,7 +80,7 @@ class MetpBlock(Block):
             for _ in range(self.tp.size):
                 projection.add()
 
-    def sweep(self, s: SimpleNamespace, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+    def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         names = self.names_of("kv")
         coming = self.broadcasts(self.own_parts(*names), *names, keys_at=lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
@@ -88,7 +88,7 @@ class MetpBlock(Block):
             self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: SimpleNamespace, turn: torch.Tensor | None, own: dict[str, Any],
+    def attention_half(self, s: Activations, turn: torch.Tensor | None, own: dict[str, Any],
                        memory: torch.Tensor, r: slice, again: bool = False) -> None:
         """attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for the norm's
         output. `again`: the unit's own piece is there already, where it has one. Source: METP, algorithms 3
@@ -123,7 +123,7 @@ class MetpBlock(Block):
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Broadcasts, s: SimpleNamespace, normed: Any,
+    def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Any,
                      turn: torch.Tensor | None) -> Ahead:
         """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
@@ -141,7 +141,8 @@ class MetpBlock(Block):
         """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
         rows = lse.shape[0] * lse.shape[2]
         new = [self.one_made(name, normed, matrices, turn,
-                             self.w.q_w.new_empty(rows, len(matrices[f"{name}_w"]))) for name in names]
+                             getattr(self.w, f"{name}_w").new_empty(rows, len(matrices[f"{name}_w"])))
+               for name in names]
         return self.heads(*new, like=lse)
 
     def one_made(self, name: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
@@ -153,7 +154,7 @@ class MetpBlock(Block):
             self.rotate(out, turn, back=False)
         return out
 
-    def fill_piece(self, s: SimpleNamespace, normed: Any, heads: Heads, matrices: Matrices,
+    def fill_piece(self, s: Activations, normed: Any, heads: Heads, matrices: Matrices,
                    turn: torch.Tensor | None) -> None:
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
@@ -167,12 +168,12 @@ class MetpBlock(Block):
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: SimpleNamespace, own: dict[str, Any], r: slice) -> Projection:
+    def projected(self, s: Activations, own: dict[str, Any], r: slice) -> Projection:
         """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
         paper: there would be more sums."""
         return Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], s.x[r], s.attn_out[r], s.mid[r])
 
-    def mlp_half(self, s: SimpleNamespace, own: dict[str, Any], out: torch.Tensor,
+    def mlp_half(self, s: Activations, own: dict[str, Any], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
@@ -181,7 +182,7 @@ class MetpBlock(Block):
 
     # --- backward ---
 
-    def backward(self, dy: torch.Tensor, s: SimpleNamespace, turn: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
         coming = self.broadcasts(own, *self.projections, "proj_w",
@@ -191,7 +192,7 @@ class MetpBlock(Block):
         del own  # of the MLP
         return self.attention_half_backward(coming, home, dy, s, turn, dx)
 
-    def mlp_half_backward(self, visits: Visits, own: dict[str, Any], dy: torch.Tensor, s: SimpleNamespace,
+    def mlp_half_backward(self, visits: Visits, own: dict[str, Any], dy: torch.Tensor, s: Activations,
                           dx: torch.Tensor) -> Works | None:
         """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see
         metp_mlp_backward."""
@@ -205,7 +206,7 @@ class MetpBlock(Block):
         return home
 
     def attention_half_backward(self, coming: Broadcasts, mlp_home: Works | None, dy: torch.Tensor,
-                                s: SimpleNamespace, turn: torch.Tensor | None,
+                                s: Activations, turn: torch.Tensor | None,
                                 dx: torch.Tensor) -> torch.Tensor:
         """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
         memory. `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and
@@ -258,7 +259,7 @@ class MetpBlock(Block):
             add_all(self.mlp_parts(vars(dw)), mlp_home.wait())
         return s.x
 
-    def with_queries(self, dy: Any, s: SimpleNamespace, normed: Any, turn: torch.Tensor | None,
+    def with_queries(self, dy: Any, s: Activations, normed: Any, turn: torch.Tensor | None,
                      item: tuple) -> tuple:
         """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
         heads, matrices, kv, others = item
@@ -271,14 +272,14 @@ class MetpBlock(Block):
             self.matmul.input_gradient(dy[:, r], matrices["proj_w"], flat[:, r])
         return heads, matrices, kv, others, q, dout
 
-    def send_projection_gradient(self, heads: Heads, dy: Any, s: SimpleNamespace, home: Reductions) -> None:
+    def send_projection_gradient(self, heads: Heads, dy: Any, s: Activations, home: Reductions) -> None:
         """The gradient of the projection's matrix, of a group of heads, sets off."""
         places, columns = home.places(heads, ["proj_w"]), s.attn_out[:, self.columns_of(heads)]
         for r in row_pieces(len(s.x)):
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
-    def attend_group_backward(self, s: SimpleNamespace, normed: Any, heads: Heads,
+    def attend_group_backward(self, s: Activations, normed: Any, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
                               q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
                               meanwhile: Callable | None) -> Gradients:

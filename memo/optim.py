@@ -18,25 +18,31 @@ its own on the device: see memo/schedule/program.py, and Optimizer.work_of, whic
 Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
 from memo.config import Config
 from memo.errors import BadState
-from memo.flat import Location, Piece, boxes, bucket_views, is_shared, joined, shared_numel
+from memo.flat import (
+    Location,
+    Range,
+    boxes,
+    is_shared,
+    joined,
+    shared_numel,
+)
 from memo.launch import rank_name
 from memo.parallel.axis import Works
 from memo.parallel.tp import local
+from memo.protocols import Model
 from memo.schedule.step import Moved, Op, Step
 from memo.staging import Staging
-
-if TYPE_CHECKING:
-    from model import GPT
+from memo.views import Piece, bucket_views
 
 EPS = 1e-8
 SUMMED = 2**10  # squares that are added up in fp32, before fp64 takes over
@@ -73,23 +79,11 @@ def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Te
           weight_decay=weight_decay)
 
 
-class Range(namedtuple("Range", "start end at")):
-    """A part of the flat buffers that a rank owns, and where that begins in its shard."""
-
-    @property
-    def flat(self) -> slice:
-        return slice(self.start, self.end)
-
-    @property
-    def shard(self) -> slice:
-        return slice(self.at, self.at + self.end - self.start)
-
-
 class Optimizer:
     """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
     whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
-    def __init__(self, model: "GPT", cfg: Config) -> None:
+    def __init__(self, model: Model, cfg: Config) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_on_host
         device = torch.device("cpu") if on_host else model.device

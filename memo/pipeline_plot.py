@@ -5,13 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from memo.axes import Axes
 from memo.plots import GREY, RED, pyplot, store
 from memo.schedule.spans import Span, busy_s, length_s, sent_and_received, stall_s
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COPIES = "offload", "prefetch"
 # of a stage's place in the picture: the rows' lower ends and heights, from its upper end
@@ -67,7 +65,7 @@ def colour_of(bar: Bar, shades: Sequence[Any]) -> Any:
     return tuple(1 - 0.45 * (1 - c) for c in shade) if bar.look == "forward" else shade
 
 
-def draw_messages(ax: "Axes", stages: Sequence[Sequence[Span]]) -> None:
+def draw_messages(ax: Axes, stages: Sequence[Sequence[Span]]) -> None:
     """A thin line for each message, from when it is sent to when it is there."""
     lines = []
     for k, (here, there) in enumerate(pairwise(stages)):
@@ -80,7 +78,7 @@ def draw_messages(ax: "Axes", stages: Sequence[Sequence[Span]]) -> None:
     ax.add_collection(LineCollection(lines, colors=LINE, linewidths=0.5, zorder=3))
 
 
-def draw_bars(ax: "Axes", bars: Sequence[Bar], shades: Sequence[Any]) -> None:
+def draw_bars(ax: Axes, bars: Sequence[Bar], shades: Sequence[Any]) -> None:
     """All rectangles, those of a look and colour as one collection."""
     from matplotlib.collections import PolyCollection
     alike = defaultdict[tuple, list](list)
@@ -96,7 +94,7 @@ def draw_bars(ax: "Axes", bars: Sequence[Bar], shades: Sequence[Any]) -> None:
                                          linewidths=0.2))
 
 
-def draw_numbers(ax: "Axes", bars: Sequence[Bar], length: float, N: int) -> None:
+def draw_numbers(ax: Axes, bars: Sequence[Bar], length: float, N: int) -> None:
     """The subsequences' numbers, where there is room."""
     for run in without_pauses(bars):
         number, width = str(run.subsequence), run.end_s - run.start_s

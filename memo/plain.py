@@ -24,12 +24,12 @@ memo/schedule/program.py makes the list, execute.py runs it. tests/test_plain.py
 bits.
 """
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from memo.activations import Activations
 from memo.block import Block
 from memo.config import Config
 from memo.edges import Edges
@@ -47,14 +47,15 @@ class Model(Protocol):
     def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None: ...
 
 
-class Activations(SimpleNamespace):
+@dataclass(eq=False)
+class Kept(Activations):
     """Holds what a layer keeps for its backward, by name, for Block to fill and read: x, ln1_out, q, k, v,
     attn_out, lse, mid and so on, as memo/layer.py lists them. Each tensor is a view of the layer's buffer."""
 
-    x: torch.Tensor
-    dropped: dict[str, slice]  # the rows to recompute, of each tensor that lacks any
-    kept: list[tuple[torch.Tensor, torch.Tensor]]  # (bytes in the buffer, their place on the host), to copy
-    pieces = None  # keys and values of earlier subsequences: there are none
+    # the rows to recompute, of each tensor that lacks any
+    dropped: dict[str, slice] = field(default_factory=dict)
+    # (bytes in the buffer, their place on the host), to copy
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Memory:
     """Holds the activations of all layers; behind the last layer's stands an entry whose x is the last
     layer's output. `slab`: the host's memory, exactly as large as what is copied; None where nothing is."""
 
-    layers: list[Activations]
+    layers: list[Kept]
     slab: HostSlab | None
 
 
@@ -91,16 +92,18 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
         buffers[name] = whole.split(t.nbytes) if name == INPUT else (whole[:t.nbytes], whole[kept[name]:])
     host_bytes, used = max(0, L - 2) * sum(kept.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
-    layers = [Activations(dropped={}, kept=[]) for _ in range(L + 1)]
-    for k, s in enumerate(layers):
+    layers = []
+    for k in range(L + 1):
+        mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
+        s = Kept(**{name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
+                    for name, t in tensors.items()})
+        layers.append(s)
         for name, t in tensors.items():
-            buffer = buffers[name][k % len(buffers[name])]
-            setattr(s, name, buffer.view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape))
             if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes
                 s.dropped[name] = slice(0, n - rows[name]) if k % 2 else slice(rows[name], n)
             if slab is not None and k < L - 2 and kept[name]:
                 first = t.nbytes - kept[name] if k % 2 else 0
-                s.kept += slab.pairs(used, buffer[first:first + kept[name]])
+                s.kept += slab.pairs(used, mine[name][first:first + kept[name]])
                 used += kept[name]
     return Memory(layers, slab)
 

@@ -5,19 +5,16 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from memo.axes import Axes, Figure
 from memo.estimate.budget import Estimate
 from memo.files import replacing, save_bytes
 from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
 from memo.planner.plan import Plan
 from memo.planner.trace import Trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "sweep": ORANGE, "backward": BLUE, "offload": GREEN,
@@ -39,7 +36,7 @@ def plain(ax: Any) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def store(fig: "Figure", path: str | Path) -> None:
+def store(fig: Figure, path: str | Path) -> None:
     """Write a figure, as replacing() does."""
     try:
         with replacing(path) as file:
@@ -152,7 +149,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def fill(ax: "Axes", rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
+def fill(ax: Axes, rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
          edge: str) -> None:
     """Draws rectangles (memo/planner/caching.py) as one collection: a step has thousands."""
     from matplotlib.collections import PolyCollection
@@ -171,7 +168,7 @@ def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[
     return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
 
 
-def name_segments(ax: "Axes", labels: Sequence[str]) -> None:
+def name_segments(ax: Axes, labels: Sequence[str]) -> None:
     """A tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
     numbered = [(segment_kind(label), i) for i, label in enumerate(labels)]
     # backwards, so that the first of each kind stays
@@ -246,7 +243,7 @@ REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "roundin
                  "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 
 
-def memory_bars(ax: "Axes", bars: list, capacity: float | None) -> None:
+def memory_bars(ax: Axes, bars: list, capacity: float | None) -> None:
     """A bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
     gib = 2**30
     base = np.zeros(len(bars))
@@ -274,7 +271,7 @@ def tokens_label(S: int) -> str:
     return f"{S // 1024}K" if S >= 1024 else str(S)
 
 
-def speed_curve(ax: "Axes", got: Estimate, lengths: list[int], end: int, at: Callable) -> None:
+def speed_curve(ax: Axes, got: Estimate, lengths: list[int], end: int, at: Callable) -> None:
     """MFU, or tokens per second where no peak is known, against the contexts that fit; `got` is marked."""
     points = [(one.cfg.block_size, one) for S in lengths if (one := at(S)) is not None and one.fits]
     if not points:

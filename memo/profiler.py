@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.schedule.step import Unit
@@ -41,13 +41,12 @@ from memo.estimate.hardware import calibration_path
 from memo.estimate.step_seconds import StateSeconds
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of
+from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, connected, open_mesh
+from memo.protocols import Model
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
-
-if TYPE_CHECKING:
-    from model import GPT
 
 STAGING_BYTES = 2**28  # of each direction's copies; large enough for the full speed of a bus
 LONG_S = 0.5  # a call that takes longer is measured once
@@ -159,9 +158,10 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple
     return rate("offload"), rate("prefetch")
 
 
-def measured_states(model: "GPT") -> StateSeconds:
+def measured_states(model: Model) -> StateSeconds:
     """The StateSeconds of a layer, on the slowest rank of those that measure at once: all."""
     optimizer, k = model.source, 1
+    assert isinstance(optimizer, Optimizer)
     embedding, layer, *_, head = (end - start for start, end in model.buckets)
 
     def seconds(move: Callable, *args: Any) -> float:

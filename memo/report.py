@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from secrets import token_hex
 from statistics import median
-from typing import TYPE_CHECKING
 
 from memo import memory
 from memo.command import python
@@ -26,11 +25,9 @@ from memo.origin import differences
 from memo.out_dir import is_locked, lock, rescues
 from memo.pipeline_plot import pipeline
 from memo.plots import loss_curve, memory_plan, timeline
+from memo.run_state import Run
 from memo.schedule.spans import Span, on_one_clock
 from memo.tokenizer import encode_text, load_tokenizer
-
-if TYPE_CHECKING:
-    from memo.run import Run
 
 UNSAID = {"dataset", "out_dir", "init_from", "check_data", "allow_other_data"}  # where they change
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
@@ -38,7 +35,7 @@ FILES = ("ckpt", "metrics.jsonl", "config.json", "plan.json", "loss.png", "timel
          "memory_plan.png")
 
 
-def print_first_lines(run: "Run") -> None:
+def print_first_lines(run: Run) -> None:
     """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
@@ -68,7 +65,7 @@ def print_first_lines(run: "Run") -> None:
           sep="\n", flush=True)
 
 
-def title(run: "Run") -> str:
+def title(run: Run) -> str:
     """The title of a run's pictures."""
     cfg = run.cfg
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
@@ -76,7 +73,7 @@ def title(run: "Run") -> str:
 
 # --- a step ---
 
-def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool) -> None:
+def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
     """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
     plan is new."""
     cfg, it = run.cfg, stats.iter
@@ -96,7 +93,7 @@ def report_step(run: "Run", stats: StepStats, spans: list[Span], replanned: bool
         draw_loss(run)
 
 
-def keep_folder(run: "Run") -> bool:
+def keep_folder(run: Run) -> bool:
     """Go on in a new folder beside out_dir where that was removed in mid-run, or is another run's -> whether
     it was. Errors: ConfigError, OSError: there can be none."""
     if run.lock is not None and is_locked(run.out, run.lock):
@@ -115,7 +112,7 @@ def keep_folder(run: "Run") -> bool:
     return True
 
 
-def furnish(run: "Run", folder: Path) -> None:
+def furnish(run: Run, folder: Path) -> None:
     """Writes config.json, plan.json, the data's tokenizer.json and what came with the model into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_json(run.stored, folder / "config.json")  # first: what stands beside it is the run's
@@ -126,14 +123,14 @@ def furnish(run: "Run", folder: Path) -> None:
     save_plan(run, folder)
 
 
-def save_plan(run: "Run", folder: Path) -> None:
+def save_plan(run: Run, folder: Path) -> None:
     record = memory.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
     if run.stage_records:
         record["stages"] = run.stage_records
     save_json(record, folder / "plan.json")
 
 
-def draw_picture(run: "Run", name: str, work: Callable[[Path], None]) -> None:
+def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
     """work(path) makes the picture `name` in out_dir. The file is named when it is drawn first."""
     path = run.out / name
     if run.attempt(name, work, path) and path not in run.drawn:
@@ -141,13 +138,13 @@ def draw_picture(run: "Run", name: str, work: Callable[[Path], None]) -> None:
         say(f"picture     {path}")
 
 
-def draw_loss(run: "Run") -> None:
+def draw_loss(run: Run) -> None:
     def work(path: Path) -> None:
         loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
     draw_picture(run, "loss.png", work)
 
 
-def draw_step(run: "Run", spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
+def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
     """The timeline and the memory plan of step `it`, and of several stages their pipeline. `stage_spans`:
     the spans of each, none where there is one."""
     name = f"step {it}, {title(run)}"
@@ -163,7 +160,7 @@ def draw_step(run: "Run", spans: list[Span], stage_spans: list[list[Span]], it: 
 
 # --- the end ---
 
-def go_on_with(run: "Run", folder: Path) -> str:
+def go_on_with(run: Run, folder: Path) -> str:
     """The command that resumes from `folder`."""
     world = run.mesh.host.size
     several = f"torchrun --nproc_per_node={world}" if run.one_host else "the same torchrun ..."
@@ -171,7 +168,7 @@ def go_on_with(run: "Run", folder: Path) -> str:
     return f"{start} train.py --init_from=resume --out_dir={shlex.quote(str(folder))}"
 
 
-def sample_with(run: "Run") -> str | None:
+def sample_with(run: Run) -> str | None:
     """The command that generates from the run's checkpoint, with a prompt from its own data; None where the
     data has no words, or no tokenizer."""
     if not (run.out / "tokenizer.json").exists():
@@ -186,7 +183,7 @@ def sample_with(run: "Run") -> str | None:
     return f"{python()} -m memo.sample {shlex.quote(str(run.out))} --prompt={prompt}{shorter}"
 
 
-def print_last_lines(run: "Run", number: int) -> None:
+def print_last_lines(run: Run, number: int) -> None:
     """Prints how the run ended. `number`: of the signal that stopped it, or 0."""
     cfg = run.cfg
     if number:

@@ -2,15 +2,12 @@
 a key may be by itself is said at the key (memo/config.py)."""
 
 import math
-from typing import TYPE_CHECKING
 
 from memo.errors import ConfigError
 from memo.formulas import parameters
-from memo.layer import FP8_MULTIPLE, head_groups, possible_groups
+from memo.layer import head_groups, possible_groups
 from memo.rope import parse_scaling
-
-if TYPE_CHECKING:
-    from memo.config import Config
+from memo.settings import FP8_MULTIPLE, Settings
 
 MOST_TOGETHER = {  # keys within their bounds may be too much together
     "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
@@ -20,7 +17,7 @@ MOST_TOGETHER = {  # keys within their bounds may be too much together
     "n_layer*subsequences": (10**5, "each unit of a step is planned; lower subsequences")}
 
 
-def check_rules(cfg: "Config") -> None:
+def check_rules(cfg: Settings) -> None:
     """Errors: ConfigError: the keys of `cfg` do not go together."""
     check_heads(cfg)
     if cfg.bias and (cfg.norm, cfg.mlp) != ("layernorm", "gelu"):
@@ -56,7 +53,7 @@ def check_rules(cfg: "Config") -> None:
         raise ConfigError(f"init_from={cfg.init_from!r} must be scratch, resume or hf:<folder>")
 
 
-def check_heads(cfg: "Config") -> None:
+def check_heads(cfg: Settings) -> None:
     """Heads share the hidden size, or have a width of their own; query heads share those of keys."""
     C, H, Hkv = cfg.n_embd, cfg.n_head, cfg.kv_heads
     if not cfg.head_dim and H > C:
@@ -76,7 +73,7 @@ def check_heads(cfg: "Config") -> None:
                           f"try another {'head_dim' if cfg.head_dim else 'n_head'} or position=learned")
 
 
-def check_sizes(cfg: "Config") -> None:
+def check_sizes(cfg: Settings) -> None:
     """What nothing could hold is refused here, before anything of that size is planned."""
     B, S = cfg.batch_size, cfg.block_size
     steps = 1 if cfg.gradient_accumulation_steps == "auto" else cfg.gradient_accumulation_steps
@@ -88,7 +85,7 @@ def check_sizes(cfg: "Config") -> None:
             raise ConfigError(f"{what}={value} must be at most {most} ({why})")
 
 
-def check_layout(cfg: "Config") -> None:
+def check_layout(cfg: Settings) -> None:
     """tp and cp must divide what they share out."""
     H, S, tp, cp = cfg.n_head, cfg.block_size, cfg.tp, cfg.cp
     if H % tp:
@@ -128,7 +125,7 @@ def check_layout(cfg: "Config") -> None:
                           f"tp={math.gcd(cfg.padded_vocab_size, tp)}")
 
 
-def check_fp8(cfg: "Config") -> None:
+def check_fp8(cfg: Settings) -> None:
     """A GPU's FP8 products take widths that are multiples of 16; of rows see block_rule."""
     D, tp = cfg.head_width, cfg.tp
     by, parts = ("head_groups", head_groups(cfg)) if cfg.metp else ("tp", tp)
@@ -141,7 +138,7 @@ def check_fp8(cfg: "Config") -> None:
                               "take such widths only); try --matmul=bf16")
 
 
-def check_stages(cfg: "Config") -> None:
+def check_stages(cfg: Settings) -> None:
     """Each stage has a layer, and goes over its layers subsequence by subsequence."""
     if cfg.pp == "auto":
         return
@@ -156,7 +153,7 @@ def check_stages(cfg: "Config") -> None:
         check_msp(cfg)
 
 
-def check_msp(cfg: "Config") -> None:
+def check_msp(cfg: Settings) -> None:
     rule = "stages that have nothing to compute help others"
     if cfg.pp == 1:
         raise ConfigError(f"msp=True goes with pp > 1 only, not pp=1 ({rule}); try --pp=2, or leave "
@@ -167,7 +164,7 @@ def check_msp(cfg: "Config") -> None:
                           f"--subsequences={cfg.pp}")
 
 
-def check_states(cfg: "Config") -> None:
+def check_states(cfg: Settings) -> None:
     """Layers that come take turns in two places: each comes once in a pass."""
     if not cfg.layers_come:
         return
@@ -183,7 +180,7 @@ def check_states(cfg: "Config") -> None:
                           "the device, beside the optimizer's); try --states=host")
 
 
-def check_metp(cfg: "Config") -> None:
+def check_metp(cfg: Settings) -> None:
     """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
     H, Hkv, tp, G = cfg.n_head, cfg.kv_heads, cfg.tp, cfg.head_groups
     if cfg.context_parallel == "ulysses" and cfg.cp * tp > 1:
@@ -209,13 +206,13 @@ def check_metp(cfg: "Config") -> None:
                           f"heads of one rank); try head_groups={nearest}, or auto")
 
 
-def may_be_metp(cfg: "Config") -> bool:
+def may_be_metp(cfg: Settings) -> bool:
     """Whether tensor_parallel=metp would do with more tp ranks than heads of keys."""
     return (cfg.tp % cfg.kv_heads == 0 and cfg.kv_heads * cfg.head_width % cfg.tp == 0
             and cfg.context_parallel == "ring")
 
 
-def block_rule(cfg: "Config") -> tuple[str, str]:
+def block_rule(cfg: Settings) -> tuple[str, str]:
     """What block_size, and each subsequence, must be a multiple of, in words, and why."""
     if cfg.matmul == "fp8":
         return f"{FP8_MULTIPLE}*cp*tp", f"matmul=fp8: a rank's rows come in multiples of {FP8_MULTIPLE}"

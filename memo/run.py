@@ -1,13 +1,13 @@
 """A run before its first step: the checks of each rank, what all ranks agree on, the Run."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from glob import escape
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from uuid import uuid4
 
 import torch
@@ -19,7 +19,6 @@ from memo.batch import SPLITS, Data, open_dataset
 from memo.choose import fewest, numbers_of, with_stages
 from memo.command import progress
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
-from memo.console import Attempts
 from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, gpu_facts, pick_device, set_deterministic
@@ -28,8 +27,7 @@ from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
 from memo.estimate.budget import chosen, estimate, untimed
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
-from memo.estimate.regions import Line
-from memo.files import load_json, own_folder, plain_name, read_text
+from memo.files import load_json, own_folder, read_text
 from memo.huggingface import CONFIG, OWN, own_files
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
@@ -43,78 +41,12 @@ from memo.parallel.axis import Axis
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
+from memo.protocols import Model
 from memo.report import furnish
+from memo.run_state import Checked, Run
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
-if TYPE_CHECKING:
-    from model import GPT
-
 Choice = tuple[Config, str]  # numbers in place of auto, and why these
-
-
-@dataclass(kw_only=True)
-class Checked:
-    """The part of a run that is known before the device is touched."""
-
-    cfg: Config  # with the dataset's vocab_size
-    data: Data
-    out: Path  # cfg.out_dir
-    ckpt: checkpoint.Checkpoint | None  # to resume from
-    hf: str | None  # the folder of a model of Hugging Face to start from
-    device: torch.device
-    dtype: torch.dtype
-    speaks: bool  # whether this rank prints, logs and draws: rank 0
-    one_host: bool  # whether all ranks are on this host
-    force: bool  # whether to start although memory lacks
-    kernels: dict[str, Any]  # keys that name those of the run
-    origin: dict[str, Any]  # see memo/origin.py
-    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
-    expected: Any = None  # the Estimate, or None
-    asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
-    owner: str = ""  # the text of out/.lock, the same on all ranks
-    lock: IO | None = None  # out/.lock, open on rank 0
-
-
-@dataclass(kw_only=True)
-class Run(Checked):
-    """A run that can train."""
-
-    mesh: Mesh
-    columns: list[list[list[tuple[int, int]]]]  # of a sequence's tokens: see cp.token_columns
-    model: Any  # the GPT
-    optimizer: Optimizer
-    decision: Decision
-    lines: list[Line]  # what lives where on this rank
-    stage_records: list[dict]  # memory.stage_record() of each of several stages
-    saver: checkpoint.Saver
-    peak: float | None  # FLOP/s of the GPU, where they are known
-    first: int  # the step to begin with
-    step: int  # the step under way
-    done: int  # steps
-    whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
-    loggers: list = field(default_factory=list)
-    own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
-    failed_saves: int = 0  # in a row
-    slowest_s: float = 0.0  # of the steps so far
-    attempt: Attempts = field(default_factory=Attempts)
-    drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
-
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The keys of config.json and of checkpoints."""
-        wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
-        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,
-                     wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],
-                     gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
-        return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
-
-    def close(self) -> None:
-        """Waits for the save under way, and gives back streams, memory and groups."""
-        with ExitStack() as stack:  # the last one is closed first; all of them, even if one fails
-            if self.lock:
-                stack.callback(self.lock.close)
-            for part in (self.mesh, self.model.arena, self.model, self.saver):
-                stack.callback(part.close)
 
 
 # --- one rank ---
@@ -369,7 +301,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     return replace(found, owner=owner, lock=held_lock, expected=expected)
 
 
-def open_run(found: Checked, mesh: Mesh, model: "GPT", optimizer: Optimizer, decision: Decision) -> Run:
+def open_run(found: Checked, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 import torch
 
 from memo.files import open_file
-from memo.flat import Piece
+from memo.views import Piece
 
 MOST_ZIP_BYTES = 2**16  # of the directory of a zip, and of the pickle in it
 MOST_FIELDS = 16        # of an object; dimensions of a tensor

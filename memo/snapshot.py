@@ -3,8 +3,8 @@ through two small blocks of page-locked host memory: a GPU's copies to other mem
 
 import torch
 
-from memo.flat import Piece
 from memo.swap.slab import HostSlab
+from memo.views import Piece
 
 STAGED_BYTES = 2**24  # of one block: enough for a bus's full speed, little beside the copy itself
 

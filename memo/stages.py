@@ -1,29 +1,26 @@
 """Which layers, and how many parameters, a stage of the pipeline has. No torch. Source: SPPO 3.3."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from memo.formulas import layer_forward_flops, percent
 from memo.layer import layer_of
+from memo.settings import Settings
 from memo.subsequences import subsequence_lengths
 
-if TYPE_CHECKING:
-    from memo.config import Config
 
-
-def stage_layers(cfg: "Config", stage: int) -> range:
+def stage_layers(cfg: Settings, stage: int) -> range:
     """The layers of a stage, as numbers in the whole model: the stages have as equal FLOPs as whole layers
     allow, the head counted with the last one. Looking up the embedding takes none."""
     counts = layers_of_stages(cfg.n_layer, cfg.pp, head_share(cfg))
     return range(sum(counts[:stage]), sum(counts[:stage + 1]))
 
 
-def head_share(cfg: "Config") -> float:
+def head_share(cfg: Settings) -> float:
     """FLOPs of the head over those of a layer."""
     return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
 
 
-def stage_parameters(cfg: "Config", stage: int) -> int:
+def stage_parameters(cfg: Settings, stage: int) -> int:
     """Those of formulas.parameters() that a stage holds. The first stage and the last one may hold the same
     matrix."""
     first, last = stage == 0, stage == cfg.pp - 1
@@ -32,7 +29,7 @@ def stage_parameters(cfg: "Config", stage: int) -> int:
             + tables * cfg.vocab_size * cfg.n_embd)
 
 
-def pipeline_line(cfg: "Config") -> str:
+def pipeline_line(cfg: Settings) -> str:
     """The layers of each stage, and how long the stages wait for each other; empty where there is one."""
     if cfg.pp == 1:
         return ""

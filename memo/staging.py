@@ -19,25 +19,20 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from memo.config import Config
 from memo.device import free_bytes
 from memo.errors import warn
-from memo.flat import staged_bytes
+from memo.flat import Range, staged_bytes
 from memo.formulas import parameters
+from memo.protocols import Model
 from memo.schedule.step import Step
 from memo.schedule.streams import CpuStream, Event, Streams, Timeline
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab, host_bytes
-
-if TYPE_CHECKING:
-    from memo.optim import Range
-    from model import GPT
-
 
 SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
 
@@ -57,7 +52,7 @@ class HostWeights:
     """Host memory for the parameters that come, of a model that is not trained: it loads them to there, and
     they come from there. Errors: OutOfHostMemory."""
 
-    def __init__(self, model: "GPT") -> None:
+    def __init__(self, model: Model) -> None:
         self.model, buckets = model, [model.buckets[k] for k in model.coming]
         begin, end = buckets[0][0], buckets[-1][1]
         needs, there = model.dtype.itemsize * (end - begin), host_bytes("auto")
@@ -93,7 +88,7 @@ class Staging:
     `nbytes` in all. The streams are those of the model's swap. Errors: OutOfHostMemory.
     """
 
-    def __init__(self, model: "GPT", numel: int, pin: bool) -> None:
+    def __init__(self, model: Model, numel: int, pin: bool) -> None:
         self.model = model
         self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
         self.slab = HostSlab(self.nbytes, model.device, pin)
@@ -148,11 +143,11 @@ class Staging:
         self.down((shard.start, piece))
         self.model.bucket_grads[k].zero_()
 
-    def weights_at(self, own: "Range") -> int:
+    def weights_at(self, own: Range) -> int:
         """The first byte on the host of the weights of a bucket's Range."""
         return self.grads.nbytes + 4 + self.model.dtype.itemsize * own.at if self.apart else 4 * own.at
 
-    def stage(self, own: "Range", weights: torch.Tensor) -> None:
+    def stage(self, own: Range, weights: torch.Tensor) -> None:
         """Puts `weights`, the masters of a bucket's Range `own`, where they go up from."""
         first, dtype = self.weights_at(own), self.model.dtype
         self.slab.bytes[first:first + dtype.itemsize * len(weights)].view(dtype).copy_(weights)
@@ -166,7 +161,7 @@ class Staging:
         self.worker.launch(f"step {self.model.bucket_names[k]}", step)
         self.worker.record(self.stepped[k])
 
-    def fetch(self, k: int, own: "Range", part: torch.Tensor) -> None:
+    def fetch(self, k: int, own: Range, part: torch.Tensor) -> None:
         """Copies what is staged of bucket k's Range `own` to `part`, its parameters on the device."""
         if self.stepped[k].mark is not None:
             self.worker.wait_for(self.stepped[k].mark)
@@ -188,7 +183,7 @@ class Staging:
         offload.launch("gradients of all tp ranks", self.down, *last)
         offload.synchronize()  # the host reads them next
 
-    def send(self, k: int, own: "Range", part: torch.Tensor) -> None:
+    def send(self, k: int, own: Range, part: torch.Tensor) -> None:
         """Starts to bring what is staged of bucket k's Range `own` to `part`, this rank's part of its
         parameters, and to all data ranks' parameters."""
         model, (compute, _, prefetch, *_) = self.model, self.streams

@@ -9,19 +9,17 @@ from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memo.formulas import layer_forward_terms
 from memo.layer import keys_dealt
 from memo.msp import guests_of, lent_by
-
-if TYPE_CHECKING:
-    from memo.config import Config
+from memo.settings import Settings
 
 ALIGNED = 128  # multiples of what the layout needs
 
 
-def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
+def subsequence_lengths(cfg: Settings, S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
     block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
     layout needs."""
@@ -29,7 +27,7 @@ def subsequence_lengths(cfg: "Config", S: int | None = None) -> tuple[int, ...]:
 
 
 @lru_cache(64)  # an estimate asks again and again
-def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
+def known_lengths(cfg: Settings, S: int | None) -> tuple[int, ...]:
     """The same, of the first stage; those of all stages are alike."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.layout_multiple
     N = max(1, min(cfg.n_subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
@@ -42,7 +40,7 @@ def known_lengths(cfg: "Config", S: int | None) -> tuple[int, ...]:
     return tuple(n * multiple for n in counts)
 
 
-def slice_lengths(cfg: "Config", S: int | None = None) -> list[tuple[int, ...]]:
+def slice_lengths(cfg: Settings, S: int | None = None) -> list[tuple[int, ...]]:
     """Of each subsequence the tokens of its slices, one after the other: each is dealt by itself to the ranks
     that share a sequence. A slice ends where rows end that a stage computes for another one: so what comes
     before them in a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
@@ -56,7 +54,7 @@ def slice_lengths(cfg: "Config", S: int | None = None) -> list[tuple[int, ...]]:
     return [tuple(end - first for first, end in pairwise(sorted({0} | here))) for here in ends]
 
 
-def unit_rows(cfg: "Config", B: int, T: int) -> dict[str, Any]:
+def unit_rows(cfg: Settings, B: int, T: int) -> dict[str, Any]:
     """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
     `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several
     whether it `receives` and `sends`, its `guests`, and what it has `lent`; `layers_come`, `edges_come`;
@@ -84,7 +82,7 @@ def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> 
     return [end - first for first, end in pairwise([*ends, count])]
 
 
-def subsequences_line(cfg: "Config", chosen: str = "") -> str:
+def subsequences_line(cfg: Settings, chosen: str = "") -> str:
     """What a sequence is cut into, and in which order the units run; empty where it is not cut. `chosen`:
     why, where the number was chosen."""
     lengths, why = subsequence_lengths(cfg), f": {chosen}" * bool(chosen)

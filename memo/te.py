@@ -33,9 +33,10 @@ request like others, which the memory plan knows.
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ import torch
 from memo.backends import TE_WORKSPACE_BYTES
 from memo.errors import Unusable
 from memo.layer import CHUNK_ROWS
-from memo.parallel.tp import chunks
+from memo.parallel.rows import chunks
 
 OLDEST = 2, 2  # 2.0 and 2.1 leak a handle of cuBLASLt with each product
 NORM = "eps ln_out quantizer otype sm_margin zero_centered_gamma"
@@ -88,10 +89,24 @@ def imported(*names: str) -> list[ModuleType]:
         raise Unusable(f"transformer-engine cannot be imported ({why}); see docs/install.md") from None
 
 
+@dataclass(frozen=True)
+class Package:
+    """Holds the package's functions of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q, scale)`:
+    q * scale, q in FP8, scale fp32 (1,); `label`: name and version."""
+
+    layernorm_fwd: Callable
+    rmsnorm_fwd: Callable
+    layernorm_bwd: Callable
+    rmsnorm_bwd: Callable
+    generic_gemm: Callable
+    dtype: Mapping[torch.dtype, object]
+    float8: Callable
+    label: str = ""
+
+
 @cache
-def installed() -> SimpleNamespace:
-    """The package's functions by the names of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q,
-    scale)`: q * scale, q in FP8, scale fp32 (1,); `label`. Errors: Unusable."""
+def installed() -> Package:
+    """Loads the package. Errors: Unusable."""
     [top] = imported("transformer_engine")
     version = getattr(top, "__version__", "")
     label = f"transformer-engine {version or 'of no version'}"
@@ -113,7 +128,7 @@ def installed() -> SimpleNamespace:
     def float8(q: torch.Tensor, scale: torch.Tensor) -> Any:
         return tensors.Float8Tensor(shape=q.shape, dtype=torch.bfloat16, data=q.view(torch.uint8),
                                     fp8_scale_inv=scale.view(1), fp8_dtype=constants.TE_DType[q.dtype])
-    return SimpleNamespace(**found, dtype=constants.TE_DType, float8=float8, label=label)
+    return Package(**found, dtype=constants.TE_DType, float8=float8, label=label)
 
 
 def lacking() -> str:
@@ -140,14 +155,14 @@ def meta_norm_backward(dy: torch.Tensor, x: torch.Tensor, *statistics_w: Any) ->
     return made
 
 
-META = SimpleNamespace(
+META = Package(
     layernorm_fwd=lambda *args: meta_norm_forward(*args, statistics=2),
     rmsnorm_fwd=lambda *args: meta_norm_forward(*args, statistics=1),
     layernorm_bwd=meta_norm_backward, rmsnorm_bwd=meta_norm_backward, generic_gemm=lambda *args: None,
     dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale)
 
 
-def package(x: torch.Tensor) -> SimpleNamespace:
+def package(x: torch.Tensor) -> Package:
     """installed(), or what stands for it where x is."""
     return META if x.is_meta else installed()
 

@@ -20,7 +20,7 @@ from memo.errors import OWN, reason, warn
 from memo.launch import leave, rank_name
 from memo.manifest import SAVE
 from memo.parallel.axis import CAME, WRITTEN
-from memo.run import Run
+from memo.run_state import Run
 
 LEAST_S, STEPS = 600, 10  # stall_timeout=auto: at least these seconds, and so many of the slowest steps
 FIRST_S = 60  # more for the first step, which is planned

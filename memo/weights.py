@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from memo.errors import ConfigError, elsewhere, reason
 from memo.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
+from memo.flat import model_parameters
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
-from memo.layer import model_parameters
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -10,7 +10,8 @@ from memo import checkpoint, convert
 from memo.command import run
 from memo.config import as_keys
 from memo.estimate.arena import fast_arena
-from memo.layer import decoder_layer, model_parameters
+from memo.flat import model_parameters
+from memo.layer import decoder_layer
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
@@ -63,7 +64,7 @@ def no_picture(run, name, work):
 
 def bound_arena(m):
     """Runs bound their arena, and trace nothing."""
-    m.setattr("memo.run.arena_here", lambda _, *args: fast_arena(*args))
+    m.setattr("memo.run.arena_here", fast_arena)
 
 
 def choosing(m):

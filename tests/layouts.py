@@ -8,13 +8,13 @@ import torch
 
 from memo import checkpoint, memory
 from memo.decide import Room, problem_of
-from memo.flat import views
 from memo.layer import tensors_of
 from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
 from memo.swap.placing import place_rows
+from memo.views import views
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, save_states, step
@@ -119,7 +119,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
 def make_small(m):
     """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU;
     groups of heads are small too."""
-    m.setattr("memo.parallel.tp.CHUNK_ROWS", 256)
+    m.setattr("memo.parallel.rows.CHUNK_ROWS", 256)
     m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
     m.setattr("memo.layer.GROUP_ELEMENTS", 1)
     m.setattr("memo.layer.METP_ELEMENTS", 1)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Saver
 from memo.config import Config, as_keys
-from memo.flat import Piece, whole
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
 from memo.snapshot import Copier
+from memo.views import Piece, whole
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
 

@@ -16,8 +16,8 @@ from memo import checkpoint, convert, weights
 from memo.command import run
 from memo.config import Config
 from memo.errors import ConfigError
+from memo.flat import model_parameters
 from memo.huggingface import model_keys
-from memo.layer import model_parameters
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.tokenizer import load_tokenizer

@@ -23,8 +23,8 @@ from memo import checkpoint, convert, weights
 from memo.config import Config
 from memo.convert import check_folder
 from memo.errors import ConfigError
+from memo.flat import model_parameters
 from memo.huggingface import FAMILIES, GPT2, LLAMA, check_reach, hf_config, keys_of, model_keys, overlaid
-from memo.layer import model_parameters
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model

@@ -20,8 +20,8 @@ from memo.schedule.waits import schedule
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
+from testing.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs
 from tests.helpers import LLAMA, degrees_of
-from tests.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=2048, batch_size=2)
 GROUPS = 4  # of heads, with METP on two ranks

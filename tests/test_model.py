@@ -7,15 +7,15 @@ import torch
 
 from memo.config import Config
 from memo.edges import Edges
-from memo.flat import views
-from memo.layer import HEAD_ROWS, SPLIT_ROWS, layer_of
+from memo.layer import CHUNK_ROWS, HEAD_ROWS, SPLIT_ROWS, layer_of
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
-from memo.parallel.tp import CHUNK_ROWS, cut
+from memo.parallel.rows import cut
 from memo.planner.plan import bilevel
 from memo.planner.rehearsal import traced_requests
 from memo.swap.buffers import bytes_of
 from memo.verify.reference import Reference
+from memo.views import views
 from model import GPT, initial_weights
 from tests.helpers import LLAMA, error, perturbed_weights, random_batch
 
@@ -135,7 +135,7 @@ def test_recompute_gives_the_same_bits(keys):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("most", [2**16, 300])
 def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
-    monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", most)
+    monkeypatch.setattr("memo.parallel.rows.CHUNK_ROWS", most)
     cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))

@@ -12,6 +12,7 @@ from memo.estimate import hardware
 from memo.estimate.regions import states
 from memo.optim import Optimizer, square_sum
 from memo.parallel.mesh import ALONE
+from memo.views import views
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import degrees_of, mesh_of, perturbed_weights
@@ -35,7 +36,7 @@ def test_a_norm_is_that_of_fp64(n, kind):
 def norm_of(cfg):
     """(norm, that of fp64) of gradients that depend on the parameter alone."""
     model = GPT(cfg, CPU, torch.float32)
-    for name, g in flat.views(model.layout, model.grads).items():
+    for name, g in views(model.layout, model.grads).items():
         g.normal_(generator=torch.Generator().manual_seed(sum(map(ord, name))))
     norm = Optimizer(model, cfg).clip(1.0)
     return norm, model.buckets

@@ -7,7 +7,6 @@ import torch
 
 from memo.config import Config
 from memo.edges import Edges
-from memo.flat import views
 from memo.layer import layer_of, n_rows
 from memo.load_config import load_config
 from memo.parallel.axis import Axis
@@ -17,6 +16,7 @@ from memo.planner.plan import bilevel
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
 from memo.schedule.streams import open_streams
 from memo.swap.placement import Placement
+from memo.views import views
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, degrees_of, mesh_of, step

@@ -16,9 +16,9 @@ from memo.parallel.cp import attention_over_ranks, local_token_ranges
 from memo.parallel.mesh import ALONE, noted_mesh
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
 from testing.ranks import pool
+from testing.rendezvous import validate_programs
 from tests import fakes
 from tests.helpers import error
-from tests.rendezvous import validate_programs
 
 H, D, SCALE = 4, 16, 0.25
 CUTS = {1: (64,), 2: (64, 32), 3: (64, 48, 32), 5: (48, 16, 32, 16, 16)}  # tokens of each subsequence

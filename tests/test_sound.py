@@ -13,8 +13,8 @@ import train
 from memo import checkpoint, convert, evaluate, sample
 from memo.checkpoint import CheckpointError, Saver
 from memo.errors import BadState, TrainingError
-from memo.flat import is_finite, whole
 from memo.optim import Optimizer
+from memo.views import is_finite, whole
 from tests.helpers import ROOT, argv, losses
 
 NAN = float("nan")
@@ -121,7 +121,7 @@ ssize_t write(int fd, const void *data, size_t n) {
 SAVES = """
 import ctypes, sys, torch
 from memo.checkpoint import Saver
-from memo.flat import whole
+from memo.views import whole
 flips = ctypes.CDLL(None)
 at, writes = (ctypes.c_int.in_dll(flips, name) for name in ("flip_at", "writes"))
 for n in range(int(sys.argv[1])):

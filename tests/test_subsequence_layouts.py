@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memo.config import Config
-from memo.flat import views
 from memo.parallel.mesh import ALONE
+from memo.views import views
 from tests.helpers import LLAMA, step
 from tests.layouts import agree, build, layout_keys, on_ranks
 

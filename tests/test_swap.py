@@ -106,7 +106,7 @@ def test_every_mode_and_alpha_is_bitwise_equal(dtype, B, modes):
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
-    monkeypatch.setattr("memo.parallel.tp.CHUNK_ROWS", 600)
+    monkeypatch.setattr("memo.parallel.rows.CHUNK_ROWS", 600)
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
     assert torch.equal(keep[0], whole[0])
@@ -314,7 +314,7 @@ def test_the_memory_of_another_shape_is_taken_anew():
     cfg, model, _ = build(1, 512, torch.float32, activation="memo", alpha=0.5)
     first = model.swap
     loss = model.forward(*random_batch(cfg, 1, 256, "cpu"))
-    assert first.buffers is None and first.slab is None and model.swap.host_bytes == 0
+    assert not first.buffers and first.slab is None and model.swap.host_bytes == 0
     assert torch.equal(loss, GPT_loss(cfg, 256))
 
 

@@ -19,14 +19,11 @@ from functools import cache
 from importlib.metadata import distributions
 from itertools import accumulate
 from math import ceil, inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from memo.dsa.gaps import Gaps
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
 
 # Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
 # area that joining two may waste, as a fraction of the two.
@@ -333,7 +330,15 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) 
     return offsets
 
 
-def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
+class Matrix(Protocol):
+    """Names what is read of a csr_matrix, whose module takes long to import."""
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    data: np.ndarray
+
+
+def _highs(n: int, stop: int, seconds: float, matrix: Matrix, most: np.ndarray, lower: np.ndarray,
            upper: np.ndarray, first: np.ndarray) -> Relaxed:
     """(values or None, bound, seconds): the least column n, where matrix @ values <= most and the columns
     after n are 0 or 1. Nothing where there are not the seconds for the first node."""
@@ -368,7 +373,7 @@ def _highs(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nda
     return solver.getSolution().col_value if found else None, info.mip_dual_bound, took
 
 
-def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.ndarray, lower: np.ndarray,
+def _gurobi(n: int, stop: int, seconds: float, matrix: Matrix, most: np.ndarray, lower: np.ndarray,
             upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
     """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
     if importlib.util.find_spec("gurobipy") is None:
@@ -383,7 +388,7 @@ def _gurobi(n: int, stop: int, seconds: float, matrix: "csr_matrix", most: np.nd
             columns = np.arange(len(lower))
             kinds = np.where(columns > n, "B", "C")  # binary, continuous
             x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), kinds)
-            model.addMConstr(matrix, x, "<", most)
+            model.addMConstr(matrix, x, "<", most)  # type: ignore[call-overload]  # its types lack sparse ones
             x.setAttr("Start", first)
             for name, value in settings.items():
                 model.setParam(name, value)

@@ -18,7 +18,7 @@ from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes,
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, pipeline_s
-from memo.estimate.regions import Line, activation_lines, cpu_spare, lane_bytes, states
+from memo.estimate.regions import Line, Stage, activation_lines, cpu_spare, lane_bytes, states
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import state_seconds, step_s
 from memo.estimate.unit_seconds import layer_seconds
@@ -28,38 +28,6 @@ from memo.layout import degrees
 from memo.sharing import shared
 from memo.swap import alpha
 from memo.swap.placement import Placement
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a rank of one stage of the pipeline holds; there may be just one stage. `numel`: its parameters,
-    with padding; `lacks`: why its share of the host is too small, None where it is not."""
-
-    cfg: Config
-    numel: int
-    lines: tuple[Line, ...]
-    placement: Placement
-    plan: alpha.SwapPlan | None
-    lacks: str | None
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(line.device_bytes for line in self.lines)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(line.host_bytes for line in self.lines)
-
-    @property
-    def alpha(self) -> float | None:
-        """None where nothing is swapped."""
-        return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
-
-    def bytes_of(self, region: str) -> tuple[int, int]:
-        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
-        names = ("transient", "head") if region == "transient" else (region,)
-        mine = [line for line in self.lines if line.region in names]
-        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ with the modelled seconds of its stage. Source: SPPO 3.3."""
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import fsum
-from typing import TYPE_CHECKING
 
 from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
+from memo.estimate.regions import Stage
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
 from memo.estimate.step_seconds import (
     Ends,
@@ -26,9 +26,6 @@ from memo.schedule.spans import Span, simulated_spans
 from memo.schedule.step import Op, Step
 from memo.subsequences import unit_rows
 
-if TYPE_CHECKING:
-    from memo.estimate.budget import Stage
-
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
 LAYERS = Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD
 PIPELINE_ENDS = Op.EMBED, Op.HEAD, Op.EMBED_BACKWARD  # of the pipeline
@@ -42,7 +39,7 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, furt
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
 
 
-def tied_s(stage: "Stage", machine: Machine, world: int) -> float:
+def tied_s(stage: Stage, machine: Machine, world: int) -> float:
     """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold: each
     rank those of its part of the optimizer."""
     cfg = stage.cfg
@@ -72,7 +69,7 @@ def lanes_of(cfg: Config, machine: Machine, world: int, speeds: Speeds) -> Lanes
     return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
 
 
-def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
+def seconds_of(stage: Stage, machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds | LayerOfUnits) -> Callable[[Step], float]:
     """-> what gives the seconds of a step of a stage's schedule."""
     return stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
@@ -80,7 +77,7 @@ def seconds_of(stage: "Stage", machine: Machine, world: int, itemsize: int,
                          ends_of(stage.cfg, machine, world, itemsize, layer.speeds))
 
 
-def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds | LayerOfUnits) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
     seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
@@ -88,7 +85,7 @@ def pipeline_times(stages: Sequence["Stage"], machine: Machine, world: int, item
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
-def pipeline_spans(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds | LayerOfUnits) -> list[list[Span]]:
     """The same as spans of each stage."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
@@ -96,7 +93,7 @@ def pipeline_spans(stages: Sequence["Stage"], machine: Machine, world: int, item
             for stage, time in zip(stages, times, strict=True)]
 
 
-def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
+def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
     """Seconds that a step takes at least: the last stage waits for the first subsequence, the first stage
     for the last one, and each computes all."""
     layers, units = [stage.placement.n_layer for stage in stages], layer.units
@@ -108,7 +105,7 @@ def least_s(stages: Sequence["Stage"], world: int, layer: LayerSeconds | LayerOf
     return micros_of_rank(stages[0].cfg, world) * longest
 
 
-def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize: int,
+def pipeline_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds | LayerOfUnits) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits
     for another one, or has nothing left to do. Micro batches follow each other, for no stage begins one
@@ -130,7 +127,7 @@ def pipeline_s(stages: Sequence["Stage"], machine: Machine, world: int, itemsize
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
     parts = {name: micros_of_rank(cfg, world) * seconds for name, seconds in parts.items()}
 
-    def at_last(stage: "Stage", of: dict[Op, float]) -> tuple[float, float]:
+    def at_last(stage: Stage, of: dict[Op, float]) -> tuple[float, float]:
         forward, backward = of[Op.FORWARD], of[Op.RECOMPUTE] + of[Op.BACKWARD]
         messages = data_s(stage.cfg, machine, stage.numel, itemsize, data, world, forward, backward)
         local_ranks = min(world, machine.node.gpus_per_node)

@@ -1,6 +1,7 @@
 """Bytes of every region of a rank but for temporary tensors: model states, activations. The run and the
 estimate have them from here. Plain arithmetic."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from memo.config import Config
@@ -19,6 +20,7 @@ from memo.flat import (
 )
 from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import LANES, n_communicators
+from memo.swap.alpha import SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
 
@@ -30,6 +32,38 @@ class Line(NamedTuple):
     what: str
     device_bytes: int = 0
     host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank of one stage of the pipeline holds; there may be just one stage. `numel`: its parameters,
+    with padding; `lacks`: why its share of the host is too small, None where it is not."""
+
+    cfg: Config
+    numel: int
+    lines: tuple[Line, ...]
+    placement: Placement
+    plan: SwapPlan | None
+    lacks: str | None
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(line.device_bytes for line in self.lines)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(line.host_bytes for line in self.lines)
+
+    @property
+    def alpha(self) -> float | None:
+        """None where nothing is swapped."""
+        return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
+
+    def bytes_of(self, region: str) -> tuple[int, int]:
+        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
+        names = ("transient", "head") if region == "transient" else (region,)
+        mine = [line for line in self.lines if line.region in names]
+        return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
 def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:

@@ -7,10 +7,10 @@ from memo.backends import kernel_of
 from memo.command import progress
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena, itemsize_of
-from memo.estimate.budget import Estimate, Stage
+from memo.estimate.budget import Estimate
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.pipeline_seconds import pipeline_spans
-from memo.estimate.regions import Line
+from memo.estimate.regions import Line, Stage
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.layer import head_groups

@@ -6,20 +6,20 @@ this rank sends. Sums and gathers take an algorithm of a library; they count as 
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from memo.device import synchronize
-from memo.launch import FOREVER
 from memo.parallel.notes import Notes
 
+FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
 # the second name is that before torch 2.13
@@ -40,11 +40,28 @@ def come(line: str, kind: str) -> None:
         CAME[line] = next(NUMBERS[line]), kind
 
 
+class Work(Protocol):
+    """Names what Works needs of a message, for example one of torch.distributed's."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass
+class InThread:
+    """A message that a thread waits for."""
+
+    done: Future
+
+    def wait(self) -> object:
+        """Waits until the message is through; raises what the thread raised."""
+        return self.done.result()
+
+
 class Works:
     """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
     The tensors must stay until then, and so must the Works."""
 
-    def __init__(self, works: Sequence, sent: Any, received: Any) -> None:
+    def __init__(self, works: Sequence[Work], sent: Any, received: Any) -> None:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> Any:
@@ -105,7 +122,7 @@ class Axis:
             works = [start_collective(call, received, sent, self.group)] if sent.nbytes else ()
         return Works(works, sent, received)
 
-    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence:
+    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
         """What stands for the works of a message that nobody sends."""
         return () if self.notes is None or nbytes == 0 else [self.notes.post(kind, nbytes, **ends)]
 
@@ -186,7 +203,7 @@ class Axis:
         if not here[0].is_cpu:  # NCCL has a stream for them
             return Works(dist.batch_isend_irecv(ops), tensors, here)
         done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
-        return Works([SimpleNamespace(wait=done.result)], tensors, here)
+        return Works([InThread(done)], tensors, here)
 
     def send(self, *tensors: torch.Tensor) -> Works:
         """Starts to send tensors to the other rank of two -> Works of them."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memo.launch import FOREVER, Launch, connection_errors, process_group
+from memo.launch import Launch, connection_errors, process_group
 from memo.layout import communicators
 from memo.msp import Help, helping_pairs
-from memo.parallel.axis import Axis
+from memo.parallel.axis import FOREVER, Axis
 from memo.parallel.notes import Communicator, Notes, Program
 
 

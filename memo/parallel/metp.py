@@ -16,15 +16,16 @@ algorithms 1 to 6.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
+from memo.activations import Weights
 from memo.layer import METP_ROWS
 from memo.matmul import Matmul
 from memo.parallel.axis import Axis, Works
-from memo.parallel.tp import bias_backward, cut
+from memo.parallel.rows import cut
+from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
@@ -309,7 +310,7 @@ class Reductions:
     """The way home of the gradients of groups of heads: to the rank that holds the group's parameters, whose
     gradients `dw` they are added to. One group's are on their way while the next one's are computed."""
 
-    def __init__(self, axis: Axis, dw: SimpleNamespace, D: int) -> None:
+    def __init__(self, axis: Axis, dw: Weights, D: int) -> None:
         self.axis, self.dw, self.D = axis, dw, D
         self.under_way: list[tuple[Heads, Works, torch.Tensor | None]] = []
 

@@ -1,5 +1,5 @@
 """What a rank's axes (axis.py) are asked for, written down where nobody is at the other ends: its messages in
-the order of its host, and where it waits for them. tests/rendezvous.py runs the programs of all ranks
+the order of its host, and where it waits for them. testing/rendezvous.py runs the programs of all ranks
 together to see whether their messages meet. No torch.
 """
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from memo.activations import Pieces
 from memo.attention import Attention, Result, slices_of_heads
 from memo.parallel.axis import Axis, Works
 from memo.parallel.cp import meeting_parts, summed, to_heads, to_tokens
@@ -45,7 +46,6 @@ PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the
         among so many ranks the heads are dealt in the pieces
 """
 
-Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]
 Meeting = tuple[slice, slice, bool]  # queries, keys, causal: what meets of a piece
 
 EVERYTHING = slice(None)

@@ -16,35 +16,16 @@ rows are under way at once: the messages of one travel while the other computes.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memo.layer import CHUNK_ROWS, SPLIT_ROWS, Parameter
+from memo.layer import Parameter
+from memo.matmul import Matmul
 from memo.parallel.axis import Axis, Works
+from memo.parallel.rows import chunks, cut
 
-if TYPE_CHECKING:
-    from memo.matmul import Matmul
-
-# --- what is done row by row is done piece by piece ---
-
-def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None = None) -> list[slice]:
-    """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which
-    together have `most` rows, by default CHUNK_ROWS, of `ranks` ranks or less (each rounded up to SPLIT_ROWS
-    own ones); but never of fewer than SPLIT_ROWS own ones out of more, whose products would differ in their
-    bits from those of the whole."""
-    whole = (end - first) // SPLIT_ROWS
-    n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // (most or CHUNK_ROWS)))))
-    edges = [first - (-i * whole // n) * SPLIT_ROWS for i in range(n)] + [end]
-    return [slice(*edge) for edge in pairwise(edges)]
-
-
-def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """The tensors, cut into the same ranges of rows."""
-    for r in cut(0, len(tensors[0]), ranks, most=most):
-        yield [t[r] for t in tensors]
-
+# --- pieces of rows in turns ---
 
 def pieces_at_once(axis: Axis, device: torch.device) -> int:
     """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them
@@ -91,13 +72,13 @@ def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
 # column-parallel: y = x w^T + b, where each rank has some of y's columns
 
 # (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
-def column_linear_forward(matmul: "Matmul", x: Any, w: torch.Tensor, b: torch.Tensor | None,
+def column_linear_forward(matmul: Matmul, x: Any, w: torch.Tensor, b: torch.Tensor | None,
                           out: torch.Tensor) -> torch.Tensor:
     matmul.forward(x, w, out.transpose(0, 1), b)
     return out
 
 
-def column_linear_backward(matmul: "Matmul", axis: Axis, dys: list[torch.Tensor], x: Any,
+def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Any,
                            ws: list[torch.Tensor], dws: list[torch.Tensor],
                            dbs: list[torch.Tensor | None]) -> Works:
     """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
@@ -114,7 +95,7 @@ def column_linear_backward(matmul: "Matmul", axis: Axis, dys: list[torch.Tensor]
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_linear_forward(matmul: "Matmul", axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor,
+def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor,
                        b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: a tensor, or whatever makes rows r of one as x[r]."""
     def piece(r: slice) -> Iterator[None]:
@@ -132,7 +113,7 @@ def row_linear_forward(matmul: "Matmul", axis: Axis, residual: torch.Tensor, x: 
 
 
 # (tp, n, C) -> dx (n, tp, I/tp), over `out`, by default matmul.place() of x
-def row_linear_backward(matmul: "Matmul", dy: torch.Tensor, x: Any, w: torch.Tensor, dw: torch.Tensor,
+def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Any, w: torch.Tensor, dw: torch.Tensor,
                         out: torch.Tensor | None = None) -> torch.Tensor:
     taken = matmul.gradients(dy)
     matmul.weight_gradient(dw, taken, matmul.rows(x.transpose(0, 1)))

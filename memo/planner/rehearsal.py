@@ -6,20 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.backends import workspaces
-from memo.planner.allocator import Arena
+from memo.planner.allocator import Arena, NoArena
 from memo.planner.trace import Entry, Trace, checked_trace
+from memo.protocols import Model
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import compute_only, schedule
-
-if TYPE_CHECKING:
-    from model import GPT
 
 PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
 MORE_LENGTHS = 4  # of subsequences that are traced
@@ -27,7 +25,7 @@ MORE_LENGTHS = 4  # of subsequences that are traced
 RequestsOf = Callable[[str, Sequence], list[int]]
 
 
-class Rehearsal:
+class Rehearsal(NoArena):
     """In the place of a model's arena while it goes through a step and an evaluation: of the segments that
     make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
     its first like}. `subsequences`: all others are left out; None: there are no others."""
@@ -51,7 +49,7 @@ class Rehearsal:
         self.order[label] = self.first[kind]
 
 
-def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena",
+def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
                        subsequences: list[int] | None = None) -> Trace:
     """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
     one layer of each kind, and of these `subsequences` alone where they are given. Copies nothing; the
@@ -73,7 +71,7 @@ def rehearsed_requests(model: "GPT", arena: "Arena | FakeArena",
         model.grads.zero_()
 
 
-def traced_requests(make: "Callable[[torch.device], GPT]", B: int, T: int,
+def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
                     missing: Sequence[dict[str, slice]],
                     device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
     """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:

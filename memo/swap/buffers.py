@@ -5,11 +5,11 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memo.activations import Activations
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
 from memo.schedule.program import SWEEP_PLACES, swept_inputs
@@ -65,16 +65,15 @@ class Swap:
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         lanes = [f"{lane} {partner}" for partner in p.partners for lane in ("from", "to")]
         self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
-        self.buffers: Any = {name: torch.empty(n, dtype=torch.uint8, device=device)
-                             for name, n in nbytes.items()}
+        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device)
+                        for name, n in nbytes.items()}
         shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.lengths]
 
         def view(k: int, i: int, name: str) -> torch.Tensor:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
             return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: SimpleNamespace(pieces=None, slices=(),
-                                            **{name: view(k, like, name) for name in names})
+        self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Any = None
@@ -114,22 +113,23 @@ class Swap:
         p, (tokens, heads) = self.placement, self.key_shape
         row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
 
-        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> Any:
-            shape = 2, self.B, rows * tokens // self.B, heads, self.layer.head_dim  # k, then v
-            return list(self.cut(region, at, shape, dtype))
+        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+            shape = self.B, rows * tokens // self.B, heads, self.layer.head_dim
+            k, v = self.cut(region, at, (2, *shape), dtype)
+            return k, v
         for layer in range(p.n_layer):
             units = [Unit(layer, i) for i in range(p.subsequences)]
             keys = [piece("keys", p.key_place(unit) * row * self.dtype.itemsize, p.cuts[unit[1]], self.dtype)
                     for unit in units]
-            sums: Any = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
-                               torch.float32) if gradients else None for unit in units]
+            sums = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
+                          torch.float32) for unit in units if gradients]
             for unit in units:
                 s = self.units[unit]
-                s.pieces, s.sums = keys[:unit[1] + 1], sums[:unit[1] + 1]
+                s.pieces, s.sums = (pairs[:unit[1] + 1] for pairs in (keys, sums))
                 if p.lengths[unit[1]] < p.cuts[unit[1]]:
                     mine = slice(0, p.lengths[unit[1]])
-                    s.pieces[-1], s.sums[-1] = (of_rows(pair, mine, tokens) for pair in (keys[unit[1]],
-                                                                                         sums[unit[1]]))
+                    s.pieces, s.sums = ([*pairs[:-1], of_rows(pairs[-1], mine, tokens)]
+                                        for pairs in (s.pieces, s.sums))
         if p.guests or p.lent:
             self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
         for unit in (unit for unit in p.units if unit[1] in p.guest_of):
@@ -151,7 +151,7 @@ class Swap:
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
         """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
-        p, pairs, stays = self.placement, dict[Step, Pairs](), self.buffers.get("resident")
+        p, pairs, stayed = self.placement, dict[Step, Pairs](), 0
         keys, slab, end = p.keys_swapped(self.tensors), self.slab, p.stream_bytes(self.tensors)
 
         def on_host(at: int, mine: torch.Tensor) -> Pairs:
@@ -193,7 +193,8 @@ class Swap:
                 end += travels(unit, Moved.ACTIVATIONS, on_host(end, mine))
             for name, (first, n) in remains.get(p.like[k], {}).items():
                 mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
-                stays = stays[travels(unit, Moved.ACTIVATIONS, [(mine, stays[:n])]):]
+                stays = self.buffers["resident"][stayed:stayed + n]
+                stayed += travels(unit, Moved.ACTIVATIONS, [(mine, stays)])
             for t in self.units[unit].pieces[-1] if k in keys else ():
                 end += travels(unit, Moved.KEYS, on_host(end, bytes_of(t)))
         assert end == self.host_bytes  # the slab is as large as what goes there
@@ -218,7 +219,7 @@ class Swap:
         close_streams(self.streams)
         self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
         self.whole, self.lending = {}, None
-        self.sweep_inputs, self.buffers = [], None
+        self.sweep_inputs, self.buffers = [], {}
         if self.slab is not None:
             self.slab.close()
             self.slab = None

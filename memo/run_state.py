@@ -1,0 +1,85 @@
+"""What a run holds: what is known before the device is touched (Checked), and what it trains with (Run)."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from memo.batch import Data
+from memo.checkpoint import Checkpoint, Saver
+from memo.config import Config, as_keys
+from memo.console import Attempts
+from memo.decide import Decision
+from memo.estimate.budget import Estimate
+from memo.estimate.regions import Line
+from memo.files import plain_name
+from memo.optim import Optimizer
+from memo.parallel.mesh import Mesh
+from memo.protocols import Model
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """The part of a run that is known before the device is touched."""
+
+    cfg: Config  # with the dataset's vocab_size
+    data: Data
+    out: Path  # cfg.out_dir
+    ckpt: Checkpoint | None  # to resume from
+    hf: str | None  # the folder of a model of Hugging Face to start from
+    device: torch.device
+    dtype: torch.dtype
+    speaks: bool  # whether this rank prints, logs and draws: rank 0
+    one_host: bool  # whether all ranks are on this host
+    force: bool  # whether to start although memory lacks
+    kernels: dict[str, Any]  # keys that name those of the run
+    origin: dict[str, Any]  # see memo/origin.py
+    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
+    expected: Estimate | None = None
+    asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
+    owner: str = ""  # the text of out/.lock, the same on all ranks
+    lock: IO | None = None  # out/.lock, open on rank 0
+
+
+@dataclass(kw_only=True)
+class Run(Checked):
+    """A run that can train."""
+
+    mesh: Mesh
+    columns: list[list[list[tuple[int, int]]]]  # of a sequence's tokens: see cp.token_columns
+    model: Model
+    optimizer: Optimizer
+    decision: Decision
+    lines: list[Line]  # what lives where on this rank
+    stage_records: list[dict]  # memory.stage_record() of each of several stages
+    saver: Saver
+    peak: float | None  # FLOP/s of the GPU, where they are known
+    first: int  # the step to begin with
+    step: int  # the step under way
+    done: int  # steps
+    whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
+    loggers: list = field(default_factory=list)
+    own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
+    failed_saves: int = 0  # in a row
+    slowest_s: float = 0.0  # of the steps so far
+    attempt: Attempts = field(default_factory=Attempts)
+    drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The keys of config.json and of checkpoints."""
+        wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
+        about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,
+                     wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],
+                     gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
+        return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
+
+    def close(self) -> None:
+        """Waits for the save under way, and gives back streams, memory and groups."""
+        with ExitStack() as stack:  # the last one is closed first; all of them, even if one fails
+            if self.lock:
+                stack.callback(self.lock.close)
+            for part in (self.mesh, self.model.arena, self.model, self.saver):
+                stack.callback(part.close)

@@ -1,0 +1,39 @@
+"""Views of flat tensors (memo/flat.py), and boxes of stored ones."""
+
+from collections import namedtuple
+from math import isfinite
+
+import torch
+
+from memo.flat import Location
+
+Piece = namedtuple("Piece", "name shape offsets tensor")
+Piece.__doc__ = """A box of a stored tensor. `shape`: the whole tensor's, over all ranks; `offsets`: where the
+box begins in it; `tensor`: a view with the box's shape and values."""
+
+
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    """A tensor as one Piece."""
+    return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def is_finite(t: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
+    return all(isfinite(low) and isfinite(high) for low, high in ends)
+
+
+def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]],
+                 parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
+    made, k = {}, 0
+    for name, p in layout.items():
+        k += p.offset >= buckets[k][1]
+        start = buckets[k][0]
+        made[name] = parts[k][p.offset - start:p.end - start].view(p.shape)
+    return made
+
+
+def views(layout: dict[str, Location], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{name: view of `flat` in the parameter's shape}."""
+    return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}
