@@ -20,8 +20,7 @@ until layer 0 is copied, since it writes over buffer 0. The copy back of layer 2
 buffer 0; R2 waits until layer 2 is back. The last two layers never leave their buffers.
 
 The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
-memo/schedule/program.py makes the list, execute.py runs it. tests/test_plain.py holds both to the same
-bits.
+memo/schedule/program.py makes the list, execute.py runs it; tests/test_plain.py holds both to the same bits.
 """
 
 from dataclasses import dataclass, field
@@ -52,10 +51,8 @@ class Kept(Activations):
     """Holds what a layer keeps for its backward, by name, for Block to fill and read: x, ln1_out, q, k, v,
     attn_out, lse, mid and so on, as memo/layer.py lists them. Each tensor is a view of the layer's buffer."""
 
-    # the rows to recompute, of each tensor that lacks any
-    dropped: dict[str, slice] = field(default_factory=dict)
-    # (bytes in the buffer, their place on the host), to copy
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    dropped: dict[str, slice] = field(default_factory=dict)  # the rows to recompute, of each tensor
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (in the buffer, on the host)
 
 
 @dataclass
