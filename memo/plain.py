@@ -52,7 +52,7 @@ class Kept(Activations):
     attn_out, lse, mid and so on, as memo/layer.py lists them. Each tensor is a view of the layer's buffer."""
 
     dropped: dict[str, slice] = field(default_factory=dict)  # the rows to recompute, of each tensor
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (in the buffer, on the host)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (device, host) bytes
 
 
 @dataclass
