@@ -164,6 +164,8 @@ class Memory:
         layer, i = unit
         if not self.several:
             return []
+        if self.fates.keys != "copied" and not (self.fates.lent or self.fates.guests):
+            return []  # nobody but the compute stream touches them
         if unit in self.turn:  # in a backward its own come with the loan
             loan = Place(Region.LOAN, (self.turn[unit],))
             return [loan] if own else [loan, Place(Region.ROWS, (self.turn[unit],))]
