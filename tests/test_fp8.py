@@ -13,7 +13,6 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import machine
 from memo.estimate.search import estimate_or_none, search
-from memo.flat import views
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
 from memo.matmul import FP8
@@ -21,6 +20,7 @@ from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE
 from memo.subsequences import subsequence_lengths
 from memo.verify.reference import Reference
+from memo.views import views
 from model import GPT
 from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
 from tests.layouts import layout_keys, on_ranks, step_alone

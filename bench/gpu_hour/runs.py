@@ -24,7 +24,6 @@ from memo.decide import Room, problem_of
 from memo.device import device_name, synchronize
 from memo.errors import ConfigError
 from memo.estimate.hardware import peak_flops_per_s
-from memo.flat import views
 from memo.formulas import mfu, tgs
 from memo.launch import read_launch
 from memo.layer import head_rows, logit_bytes
@@ -36,6 +35,7 @@ from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes
 from memo.verify.reference import Reference
+from memo.views import views
 from model import GPT, initial_weights
 
 LEARNING_RATE = 1e-5
