@@ -122,8 +122,7 @@ def timeline(spans: list, json_path: Path, png_path: str | Path, title: str) -> 
     names = ("forward", "recompute", "backward", "copy", f"stall, {stall * 1e3:.1f} ms in all",
              ", ".join(["embedding", "head", *["message"] * (len(others) > steps), *["optimizer"] * steps]))
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours]
-    ax.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="upper center",
-              bbox_to_anchor=(0.5, -0.18))
+    fig.legend(handles, names, ncols=6, frameon=False, fontsize=8, loc="outside lower center")
     ax.set(yticks=[-i for i in range(len(rows))], yticklabels=rows, xlim=(0, length), xlabel="seconds",
            title=title.replace("$", r"\$"))
     ax.spines[["top", "right"]].set_visible(False)
