@@ -5,20 +5,20 @@ What is read and then written over, or added to, stands among the writes alone: 
 writer and for all readers since. Memory that only the compute stream touches needs no place.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from memo.msp import guest_number
-from memo.schedule.help import HELPER_PLACES
+from memo.schedule.help import pieces_of, turns_of
 from memo.schedule.program import (
     EMBEDDING,
     LAYER_PLACES,
     STREAM_PLACES,
     SWEEP_PLACES,
     Fates,
+    streamed_units,
     swept_inputs,
     units_in_order,
 )
@@ -92,15 +92,13 @@ class Memory:
         self.in_turns = f.stream != "whole" and self.several
         self.units = units_in_order(layers, subsequences, order, f.guests)
         self.number = {unit: k for k, unit in enumerate(self.units)}
+        self.streamed = streamed_units(f, layers, subsequences, order)
         # two buffers share the rows that are recomputed
         self.shares = f.n_buffers == 2 and bool(f.rebuilt)
         self.guests = {guest_number(piece, subsequences): piece for piece in f.guests}
-        self.turn = {unit: k % HELPER_PLACES for k, unit in enumerate(
-            unit for unit in self.units if unit.subsequence in self.guests)}
+        self.turn = turns_of(self.units, self.guests)
         self.lent = {(guest_number(piece, subsequences), piece.helper): piece for piece in f.lent}
-        self.helpers: dict[int, list[int]] = defaultdict(list)  # of each subsequence, in causal order
-        for piece in sorted(f.lent, key=lambda piece: piece.first):
-            self.helpers[piece.subsequence].append(piece.helper)
+        self.helpers = {x: [piece.helper for piece in pieces] for x, pieces in pieces_of(f.lent).items()}
         self.keys_of_layer: dict[int, Places] = {}
 
     # --- where things lie ---
@@ -184,10 +182,6 @@ class Memory:
         """Numbers the units whose input comes back for a sweep."""
         return {unit: number for number, unit in enumerate(swept_inputs(self.fates, self.units))}
 
-    def from_stream(self, unit: Unit) -> bool:
-        """Whether a unit's input comes from the host's copy of the stream."""
-        return self.fates.stream == "copied" and self.several and self.by_layer and unit.layer > 0
-
     # --- who touches it ---
 
     def access(self, step: Step) -> Access:
@@ -268,13 +262,13 @@ class Memory:
     # --- copies, and messages with the neighbours ---
 
     def offload(self, unit: Unit) -> Access:
-        kept, sent = self.survives(unit), [] if self.from_stream(unit) else self.own_input(unit)
+        kept, sent = self.survives(unit), [] if unit in self.streamed else self.own_input(unit)
         return Access(kept + sent, [Place(Region.SLAB, unit)])
 
     def prefetch(self, unit: Unit) -> Access:
         kept, inputs = self.survives(unit), self.own_input(unit)
         reads = [Place(Region.SLAB, unit)]
-        if inputs and self.from_stream(unit):
+        if inputs and unit in self.streamed:
             reads.append(Place(Region.SLAB_STREAM, unit))
         return Access(reads, kept + inputs)
 
@@ -285,7 +279,7 @@ class Memory:
         return [] if self.fates.x_stays else [self.input(unit)]
 
     def prefetch_input(self, unit: Unit) -> Access:
-        region = Region.SLAB_STREAM if self.from_stream(unit) else Region.SLAB
+        region = Region.SLAB_STREAM if unit in self.streamed else Region.SLAB
         return Access([Place(region, unit)], [self.sweep_place(unit)])
 
     def offload_stream(self, unit: Unit) -> Access:

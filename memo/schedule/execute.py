@@ -5,7 +5,7 @@ waits for. The host itself waits for nothing (but on the CPU, which is its own d
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from memo.schedule.spans import wait_kind
+from memo.schedule.spans import wait_kind, wait_label
 from memo.schedule.step import Step
 from memo.schedule.streams import Event, Streams, between_stages, stream_named
 from memo.schedule.waits import Schedule
@@ -26,11 +26,14 @@ class Executor:
     def __init__(self, streams: Streams, label: Callable[[Step], str], layers_come: bool) -> None:
         self.streams, self.label, self.layers_come = streams, label, layers_come
         self.events: dict[Step, Event] = {}  # of steps that others wait for
+        self.reasons: dict[tuple[Step, Step], str] = {}  # {(a step, one that it waits for): why}
 
     def expect(self, schedules: Iterable[Schedule]) -> None:
-        """Makes the events of the schedules that will run."""
-        awaited = [step for schedule in schedules for waits in schedule.values() for step in waits]
-        self.events = {step: Event(self.label(step), wait_kind(step)) for step in awaited}
+        """Makes the events of the schedules that will run, and their labels: not at every step."""
+        self.reasons = {(step, earlier): wait_label(self.label, step, earlier, place)
+                        for schedule in schedules for step, waits in schedule.items()
+                        for earlier, place in waits.items()}
+        self.events = {step: Event(self.label(step), wait_kind(step)) for _, step in self.reasons}
 
     def run(self, steps: Schedule, work_of: Callable[[Step], Work], completes: Callable[[Step], int | None],
             done: Callable[[int], None]) -> None:
@@ -45,9 +48,8 @@ class Executor:
                 done(complete.pop())
             stream = stream_named(self.streams, step.stream)
             for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
-                why = f"{self.label(step)} waits for {self.label(earlier)}: {waits[earlier]}"
                 assert self.events[earlier].mark is not None  # it has been launched
-                stream.wait(self.events[earlier], why)
+                stream.wait(self.events[earlier], self.reasons[step, earlier])
             work = work_of(step)
             stream.launch(work.label, work.call, *work.arguments)
             if step in self.events:

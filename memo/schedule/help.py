@@ -24,7 +24,7 @@ bulk of a unit travels while the unit before is computed, or the one behind.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from memo.msp import Help, Shares, guest_number
 from memo.schedule.step import Moved, Op, Step, Unit
@@ -32,14 +32,26 @@ from memo.schedule.step import Moved, Op, Step, Unit
 HELPER_PLACES = 2  # a unit is computed in one while what the next one needs comes into the other
 
 
+def pieces_of(lent: Shares) -> dict[int, list[Help]]:
+    """Sorts what a stage lends: the pieces of each subsequence, in causal order."""
+    pieces: dict[int, list[Help]] = defaultdict(list)
+    for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
+        pieces[piece.subsequence].append(piece)
+    return dict(pieces)
+
+
+def turns_of(units: Iterable[Unit], guests: Container[int]) -> dict[Unit, int]:
+    """Numbers the place of a helper that each of its guests' units has. `guests`: their numbers."""
+    those = [unit for unit in units if unit.subsequence in guests]
+    return {unit: k % HELPER_PLACES for k, unit in enumerate(those)}
+
+
 class Home:
     """What a stage lends. Its messages have the units of its helpers: Unit(layer, guest_number())."""
 
     def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
         self.layers, self.subsequences = layers, subsequences
-        self.pieces: dict[int, list[Help]] = defaultdict(list)  # of each subsequence, in causal order
-        for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
-            self.pieces[piece.subsequence].append(piece)
+        self.pieces = pieces_of(lent)
 
     def of(self, x: int) -> Sequence[Help]:
         """The pieces of subsequence x that others compute."""

@@ -29,12 +29,13 @@ def shortened(fates: Fates, layers: int, subsequences: int, order: str) -> Few:
     """Leaves the middle layers and subsequences out. Each unit keeps its fate, but that the last n_buffers
     units are not copied. With MSP, and where the layers are too few for what is copied, all subsequences
     stay."""
+    def needed(several: list[int]) -> int:
+        """Layers of which some unit is copied."""
+        return -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0
     several = ends_of(subsequences, SUBSEQUENCES)
-    in_flight = -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0  # more must be shown
-    if fates.guests or fates.lent or in_flight > layers:
+    if fates.guests or fates.lent or needed(several) > layers:
         several = [*range(subsequences)]
-        in_flight = -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0
-    like = ends_of(layers, max(LAYERS, in_flight))
+    like = ends_of(layers, max(LAYERS, needed(several)))
     guests, lent = (tuple(piece._replace(layers=len(like)) for piece in pieces)
                     for pieces in (fates.guests, fates.lent))
     number = {unit: k for k, unit in enumerate(units_in_order(layers, subsequences, order, fates.guests))}

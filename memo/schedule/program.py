@@ -129,6 +129,12 @@ def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
     return [unit for unit in of_layers if unit.layer > 0] + heads
 
 
+def streamed_units(fates: Fates, layers: int, subsequences: int, order: str) -> set[Unit]:
+    """Picks the units of which what lies below them comes from the host, and its gradient goes there."""
+    copied = fates.stream == "copied" and subsequences > 1
+    return {*stream_leaves(layers, subsequences, order)} if copied else set()
+
+
 def program(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
             trains: bool = True) -> Iterator[Step]:
     """Yields the steps of a forward, with `trains` also of the backward, in the order in which the host
@@ -161,9 +167,7 @@ class Program:
         self.fates, self.layers, self.subsequences, self.trains = fates, layers, subsequences, trains
         self.units = units_in_order(layers, subsequences, order, fates.guests)
         self.number = {unit: k for k, unit in enumerate(self.units)}
-        copied = fates.stream == "copied" and subsequences > 1
-        leave = stream_leaves(layers, subsequences, order) if copied else []
-        # of which what lies below them comes from the host, and its gradient goes there
+        leave = streamed_units(fates, layers, subsequences, order)
         self.streamed = {unit for unit in leave if trains or unit.layer < layers}
         self.come = fates.coming(layers)
         self.sweeps = swept_inputs(fates, self.units) if subsequences > 1 else []

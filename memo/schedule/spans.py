@@ -3,9 +3,10 @@
 """
 
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+from memo.schedule.access import Place
 from memo.schedule.simulate import Times
 from memo.schedule.step import Step
 from memo.schedule.waits import Schedule
@@ -17,6 +18,11 @@ Span = namedtuple("Span", "stream kind label start_s end_s")
 def wait_kind(step: Step) -> str:
     """Names the kind of a Span in which a stream waits for a step."""
     return "bubble" if step.is_message else "wait"
+
+
+def wait_label(name: Callable[[Step], str], step: Step, earlier: Step, place: Place) -> str:
+    """Says what a wait of a step is for. name(step): as the timeline has it."""
+    return f"{name(step)} waits for {name(earlier)}: {place}"
 
 
 def spent_s(spans: Iterable[Span], *kinds: str) -> float:
@@ -50,7 +56,7 @@ def simulated_spans(steps: Schedule, times: Times) -> list[Span]:
         if step.computes:
             for earlier in sorted(waits, key=wait_kind):
                 if (end := times.spans[earlier][1]) > free:
-                    label = f"{name(step)} waits for {name(earlier)}: {waits[earlier]}"
+                    label = wait_label(name, step, earlier, waits[earlier])
                     spans.append(Span("compute", wait_kind(earlier), label, free, end))
                     free = end
             free = times.spans[step][1]

@@ -18,7 +18,6 @@ Schedule = Mapping[Step, Waits]
 
 
 @lru_cache(16)  # most of the layouts that a search tries have the same
-
 def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
              trains: bool = True) -> Schedule:
     """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""

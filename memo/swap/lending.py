@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from memo.msp import Help
-from memo.schedule.help import HELPER_PLACES
+from memo.schedule.help import HELPER_PLACES, turns_of
 from memo.schedule.step import Moved, Step, Unit
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import guest_rows, help_of, keys_before, repaid_rows
@@ -43,8 +43,7 @@ class Lending:
         self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
         begins = [4 * k * (numel + rows * row) for k in places]
         self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
-        guests = [unit for unit in p.units if unit.subsequence in p.guest_of]
-        self.turn = {unit: k % HELPER_PLACES for k, unit in enumerate(guests)}
+        self.turn = turns_of(p.units, p.guest_of)
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         self.key_bytes, self.sum_bytes = dict[Unit, torch.Tensor](), dict[Unit, torch.Tensor]()
         for unit, turn in self.turn.items():
