@@ -64,7 +64,8 @@ def swap_cases(L: int, N: int, order: str, n: int, copies: str, rebuilds: str, i
         if (come or receives or sends) and (order == "layer") != come or (come and (receives or sends)):
             continue
         passed = "passed" if sends and N > 1 else stream
-        fates = Fates(n, copied, rebuilt, only, x_stays, keys, passed, receives, sends, (), (), come, edges)
+        fates = Fates(n, copied, rebuilt, only, x_stays, keys=keys, stream=passed, receives=receives,
+                      sends=sends, layers_come=come, edges_come=edges)
         yield Case(f"{order} {keys} {passed}" + " states" * come, fates, L, N, order, trains)
 
 
@@ -80,8 +81,9 @@ def helped_cases() -> Iterator[Case]:
             units = len(units_in_order(L, N, "subsequence", guests))
             for n in (units, 2):
                 fates = Fates(n, frozenset(range(max(0, units - n))),
-                              frozenset(range(units - 1) if rebuild else ()), frozenset(), False, "stay",
-                              "passed" if stage < p - 1 else "whole", stage > 0, stage < p - 1, guests, lent)
+                              frozenset(range(units - 1) if rebuild else ()), receives=stage > 0,
+                              stream="passed" if stage < p - 1 else "whole", sends=stage < p - 1,
+                              guests=guests, lent=lent)
                 yield Case("helped", fates, L, N, "subsequence", trains)
 
 

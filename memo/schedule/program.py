@@ -48,25 +48,18 @@ LAYER_PLACES = 2  # for parameters, and for gradients: one is computed with whil
 EMBEDDING = -1  # its number among the layers that come; the head's is that of layers
 
 
-@dataclass(frozen=True)
-class Fates:
-    """What becomes of the units' activations, each unit by its place in the order of the forward.
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What becomes of a stage's other tensors, whatever its units keep.
 
-    `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
-    `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
-    device. Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of
-    all layers have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or,
-    with a few places that are sent, "passed". `receives`: another stage sends the input of the first layer;
-    `sends`: another one takes the output of the last. `guests`: what the stage computes for others; `lent`:
-    what others compute for it (memo/schedule/help.py). `layers_come`: the layers' parameters are on the
-    device only while they are needed, with `edges_come` those of embedding and head too.
+    Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of all layers
+    have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or, with a few
+    places that are sent, "passed". `receives`: another stage sends the input of the first layer; `sends`:
+    another one takes the output of the last. `guests`: what the stage computes for others; `lent`: what
+    others compute for it (memo/schedule/help.py). `layers_come`: the layers' parameters are on the device
+    only while they are needed, with `edges_come` those of embedding and head too.
     """
 
-    n_buffers: int
-    copied: frozenset[int]
-    rebuilt: frozenset[int]
-    input_only: frozenset[int] = frozenset()
-    x_stays: bool = False
     keys: str = "stay"
     stream: str = "whole"
     receives: bool = False
@@ -75,6 +68,22 @@ class Fates:
     lent: Shares = ()
     layers_come: bool = False
     edges_come: bool = False
+
+
+@dataclass(frozen=True)
+class Fates(Surroundings):
+    """What becomes of the units' activations, each unit by its place in the order of the forward.
+
+    `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
+    `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
+    device.
+    """
+
+    n_buffers: int
+    copied: frozenset[int]
+    rebuilt: frozenset[int]
+    input_only: frozenset[int] = frozenset()
+    x_stays: bool = False
 
     def coming(self, layers: int) -> range:
         """Numbers the layers that come, embedding and head among them."""

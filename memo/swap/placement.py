@@ -3,15 +3,15 @@ Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
-from memo.msp import Help, Shares, guest_number
-from memo.schedule.program import STREAM_PLACES, SWEEP_PLACES, Fates, keys_leave
+from memo.msp import Help, guest_number
+from memo.schedule.program import STREAM_PLACES, SWEEP_PLACES, Fates, Surroundings, keys_leave
 from memo.schedule.step import Unit
 from memo.schedule.waits import Schedule, schedule
 from memo.swap.forward_order import (
@@ -27,7 +27,7 @@ Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Surroundings):
     """Where the skeletal activations of the units are between their forward and their backward. Unit k, by
     its place in the order of the forward, is a layer at one subsequence; with one subsequence it is layer k.
 
@@ -51,11 +51,11 @@ class Placement:
     through the slab; "made": from x, once more, before the backward. What lies between two layers is whole on
     the device, or has a few places there and leaves for the slab: stream == "copied". Layer by layer that is
     a unit's x, and its gradient later takes the same place; the unit itself then sends no x. Or it leaves for
-    the next stage of a pipeline: stream == "passed". `receives`, `sends`: see Fates.
+    the next stage of a pipeline: stream == "passed".
 
     Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/schedule/help.py). `layers_come`, `edges_come`: see
-    Fates. `dealt`: how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
+    are units like its own, of a subsequence each (memo/schedule/help.py).
+    `dealt`: how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
     """
 
     n_layer: int
@@ -66,15 +66,7 @@ class Placement:
     x_stays: bool = False
     cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
     order: str = "layer"
-    keys: str = "stay"
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
-    stream: str = "whole"
-    receives: bool = False
-    sends: bool = False
-    guests: Shares = ()
-    lent: Shares = ()
-    layers_come: bool = False
-    edges_come: bool = False
     dealt: int = 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -351,9 +343,8 @@ class Placement:
             self.kept_rows(i, name) < n for name in self.kept if not self.apart(name))}
         fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
         rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
-        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, self.keys,
-                     self.stream, self.receives, self.sends, self.guests, self.lent, self.layers_come,
-                     self.edges_come)
+        around = {f.name: getattr(self, f.name) for f in fields(Surroundings)}
+        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
 
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
