@@ -28,7 +28,14 @@ from memo.block import BLOCKS, Block
 from memo.config import Config
 from memo.device import free_bytes
 from memo.edges import Edges, Tables
-from memo.flat import bucket_places, gradients_in_turns, local_layout, model_parameters, weights_in_turns
+from memo.flat import (
+    bucket_places,
+    gradients_in_turns,
+    local_layout,
+    model_parameters,
+    states_of,
+    weights_in_turns,
+)
 from memo.layer import layer_of
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
@@ -42,7 +49,7 @@ from memo.protocols import Source
 from memo.rope import parse_scaling, scaled
 from memo.schedule.execute import Work
 from memo.schedule.step import Op, Step, Unit
-from memo.schedule.streams import Streams
+from memo.schedule.streams import Streams, settle
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.subsequences import slice_lengths, unit_rows
@@ -92,7 +99,6 @@ class GPT:
         self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
         self.prefix = over_prefix(attention, *over)  # with several subsequences
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
-        self.bucket_names = ["of the embedding", *cfg.layers, "of the head"]
         self.micro_batches = cfg.micro_batches(mesh.dp.size) // mesh.dp.size  # in a step
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
         self.coming = weights_in_turns(cfg)
@@ -111,9 +117,9 @@ class GPT:
         self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
         self.shape = 0, 0  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
-        self.arriving: dict = {}  # {bucket: what brings its parameters}, for the next forward to wait for
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
-        # from which these come, where any do: the optimizer, or without one host memory
+        self.states = states_of(cfg, mesh.replicas.size, self.micro_batches)
+        # from which parameters come: the optimizer, or without one host memory
         self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
         self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
@@ -159,13 +165,10 @@ class GPT:
         start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                          key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start,
-                         streams=streams, pin=pin)
+                         states=self.states, streams=streams, pin=pin)
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
-        # of each bucket the last step that adds to its gradients
-        self.last_to_add = {self.bucket_of(step): step for step in self.swap.steps
-                            if step.op in (Op.EMBED_BACKWARD, Op.BACKWARD, Op.ADD)}
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
@@ -219,8 +222,6 @@ class GPT:
     def close(self) -> None:
         """Gives the activations' memory back, on device and host, when the copies and messages under way are
         done."""
-        for bucket in list(self.arriving):  # the messages still write into the parameters
-            self.arrive(bucket)
         if self.swap is not None:
             self.swap.close()
         self.shape, self.swap = (0, 0), None
@@ -235,12 +236,9 @@ class GPT:
         self.scale = scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
-        trains, swap = scale is not None, self.swap
-        for bucket in list(self.arriving) if swap.placement.lent else ():
-            self.arrive(bucket)  # lent before anything here is computed with it
+        passes = self.swap.passes
         # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
-        self.follow({step: waits for step, waits in swap.steps.items() if not step.back}
-                    if trains else swap.evaluation)
+        self.follow(passes.evaluation if scale is None else passes.forward)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
@@ -252,59 +250,42 @@ class GPT:
         """[read(i, x)] of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the last
         layer's output, of own rows of subsequence i; what comes next writes over it."""
         self.tokens, self.scale, found = self.by_subsequence(tokens), None, []
-        self.follow(self.swap.evaluation, head=lambda i, x: found.append(read(i, x)))
+        self.follow(self.swap.passes.evaluation, head=lambda i, x: found.append(read(i, x)))
         self.swap.streams.timeline.clear()  # nobody asks for these times
         return found
 
-    def backward(self, done: Callable[[int], None] = lambda bucket: None) -> None:
-        """Adds the gradients of the last forward to `grads`. done(bucket) is called when those of a bucket
-        are complete. Where the device has all of the stream, `swap.x[0]` is then the gradient of the first
-        layer's input."""
-        done(len(self.blocks) + 1)  # the final norm's: the head's backward has run already, in the forward
-        if self.swap.placement.lent:
-            # helpers add to these before the home's own first backward, which zeroes them where nobody helps
-            self.swap.buffers["key_gradients"].zero_()
-        self.follow({step: waits for step, waits in self.swap.steps.items() if step.back}, done)
-        if not self.cfg.has_embedding:
-            done(0)  # nothing, or the head's matrix: as in the first stage, its bucket is the last
+    def backward(self, last: bool = False) -> None:
+        """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch, those
+        of each bucket leave for the optimizer as soon as they are complete. Where the device has all of the
+        stream, `swap.x[0]` is then the gradient of the first layer's input."""
+        self.follow(self.swap.passes.last_backward if last else self.swap.passes.backward)
 
-    def follow(self, steps: Schedule, done: Callable[[int], None] = lambda bucket: None,
-               head: Callable[[int, torch.Tensor], None] | None = None) -> None:
+    def follow(self, steps: Schedule, head: Callable[[int, torch.Tensor], None] | None = None) -> None:
         """Executes steps of the schedule: the host launches them in their order, and the waits between
-        streams are theirs. done(bucket): see backward(). head(subsequence, last layer's output): what to do
-        in the place of the head."""
-        self.swap.executor.run(steps, partial(self.work_of, head=head), self.completed_by, done)
+        streams are theirs. head(subsequence, last layer's output): what to do in the place of the head."""
+        self.swap.executor.run(steps, partial(self.work_of, head=head))
 
-    def completed_by(self, step: Step) -> int | None:
-        """Finds the bucket whose gradients are complete behind a step; None where it completes none."""
-        bucket = self.bucket_of(step) if step.computes else None
-        return bucket if bucket is not None and self.last_to_add.get(bucket) == step else None
+    def settle(self) -> None:
+        """Holds the device, and on the host the caller, until all that was launched is done. Errors: what
+        went wrong in it."""
+        if self.swap is not None:
+            settle(self.swap.streams)
 
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> Work:
-        """Finds what a step does. Before one that computes its parameters have arrived. `head`: see
-        follow()."""
+        """Finds what a step does. `head`: see follow()."""
         if step.is_message:
             return Work(self.swap.label(step), self.exchange, (step,))
         if step.of_states:
             assert self.source is not None
             call, *arguments = self.source.work_of(step)
-            return Work(f"{step.kind} {self.bucket_names[step.unit.layer + 1]}", call, (*arguments,))
+            # clip and update are segments of the memory plan as a whole
+            return Work("" if step.computes else self.swap.label(step), call, (*arguments,))
         if not step.computes:
             return self.swap.copy_of(step)
-        if (bucket := self.bucket_of(step)) is not None:
-            self.arrive(bucket)  # its new parameters may still be on their way from other ranks
-        if step.op is Op.HEAD:
-            self.arrive(0)  # the embedding's matrix may serve there
+        if step.op is Op.ZERO:
+            return Work(step.kind, self.swap.buffers["key_gradients"].zero_, ())
         (B, T), (label, *work) = self.shape, self.computing(step, head)
         return Work(label, self.arena.run, (f"{B}x{T}/{label}", *work))
-
-    def bucket_of(self, step: Step) -> int | None:
-        """The bucket of parameters that a step uses: 0 the embeddings', 1 to L the layers', L + 1 the final
-        norm's. None: those of another stage."""
-        if step.unit.subsequence in self.swap.placement.guest_of:
-            return None
-        others = {Op.EMBED: 0, Op.EMBED_BACKWARD: 0, Op.HEAD: len(self.blocks) + 1}
-        return others.get(step.op, step.unit.layer + 1)
 
     def exchange(self, step: Step) -> None:
         """What a stage sends to another one, or receives from there; the step's stream waits for it."""
@@ -406,9 +387,3 @@ class GPT:
         """Brings a bucket's parameters where these come."""
         if bucket in self.coming and self.source is not None:
             self.source.bring_weights(bucket)
-
-    def arrive(self, bucket: int) -> None:
-        """Holds the compute stream until the optimizer's work on a bucket's parameters has come from all
-        ranks."""
-        if works := self.arriving.pop(bucket, None):
-            works.wait()

@@ -148,7 +148,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
         loss += run.model.forward(tokens, targets, scale=part) * part
         # the last backward sends each bucket of gradients as soon as it is complete
         last = i == len(batches) - 1
-        run.model.backward(run.optimizer.reduce if last else lambda bucket: None)
+        run.model.backward(last)
     return mesh.mean_loss(loss)
 
 

@@ -47,7 +47,7 @@ from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.swap.buffers import copy_bytes
 from memo.swap.placing import place_rows
 from model import GPT, initial_weights
-from testing.turns import AROUND, RACES, WAITS, Racing
+from testing.turns import RACES, WAITS, Racing
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parent / "results"
@@ -71,7 +71,7 @@ class Steps:
         """(seconds up to the norm, seconds in all, loss and norm), the loss before the step."""
         start = time.perf_counter()
         loss = self.model.forward(*batch, scale=1.0)
-        self.model.backward(self.optimizer.reduce)
+        self.model.backward(last=True)
         norm = self.optimizer.clip(self.cfg.grad_clip)
         middle = time.perf_counter()
         self.optimizer.step(lr)
@@ -165,7 +165,7 @@ def picture():
     with link(4 * (end - start) / (0.6 * forward_s)), tempfile.TemporaryDirectory() as folder:
         model.forward(*batch, scale=1.0)
         host.streams.timeline.clear()
-        model.backward(optimizer.reduce)
+        model.backward(last=True)
         optimizer.clip(host.cfg.grad_clip)
         optimizer.step(0.0)
         model.forward(*batch, scale=1.0)
@@ -266,7 +266,7 @@ def races(_):
         racing = Racing(race)
         wrong = [seed for seed in range(SEEDS) if not racing.is_right(seed)]
         without = {wait: next((seed for seed in range(SEEDS) if not racing.is_right(seed, wait)), None)
-                   for wait in WAITS[race] | AROUND[race]}
+                   for wait in WAITS[race]}
         out[race] = dict(seeds=SEEDS, wrong=wrong, first_wrong_without=without)
         print(race, out[race], flush=True)
         racing.model.close()

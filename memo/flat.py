@@ -13,6 +13,7 @@ from typing import NamedTuple
 from memo.config import MODEL_KEYS, Config
 from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
+from memo.schedule.states import States
 
 STAGE_KEYS = (*MODEL_KEYS, "pp", "stage")  # that the parameters of a stage depend on
 ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
@@ -138,6 +139,15 @@ def weights_in_turns(cfg: Config) -> range:
     """The buckets whose parameters do so."""
     come = coming(len(cfg.layers), cfg.layers_come, cfg.edges_come)
     return range(come.start + 1, come.stop + 1)
+
+
+def states_of(cfg: Config, replicas: int, micro_batches: int) -> States:
+    """Says where this stage's gradients and parameters are between two passes. `replicas`: ranks that hold
+    the same parameters; `micro_batches`: those of a rank in a step."""
+    layers, on_host = len(cfg.layers), cfg.optimizer_on_host
+    leave = not cfg.layers_come and len(gradients_in_turns(cfg, micro_batches)) > 0
+    return States(layers, coming(layers, cfg.layers_come, cfg.edges_come), range(layers * leave),
+                  replicas > 1, on_host, apart=on_host and cfg.layers_come and micro_batches > 1)
 
 
 def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list[tuple[int, int]], int]:

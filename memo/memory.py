@@ -172,9 +172,9 @@ def reserve_activations(cfg: Config, model: Model, limit: int, streams: Streams 
         placement, swap_plan = together[cfg.stage]
     model.reserve(B, T, placement, streams=streams, pin=pin)
     if cfg.msp:  # whose stages would post messages in orders of their own
-        steps, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
+        train, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
                              for trains in (True, False))
-        model.swap.set_steps(steps, evaluation)
+        model.swap.set_passes(placement.passes(model.states, orders=(train, evaluation)))
     return Decision(placement, swap_plan, rates, limit)
 
 

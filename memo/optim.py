@@ -20,7 +20,6 @@ Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +110,7 @@ class Optimizer:
             sizes = [len(self.grads[k]) for k in self.coming]
             for k, sums in zip(self.coming, torch.zeros(sum(sizes), device=device).split(sizes), strict=True):
                 self.sums[k] = sums
-        if self.coming:
-            model.source = self
+        model.source = self
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         tp = model.mesh.weights.size
         self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
@@ -135,9 +133,9 @@ class Optimizer:
         # of the matrix that the first stage and the last one hold: both share it out alike
         self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
-        self.reducing: dict[int, Works] = {}
         self.left: set[int] = set()  # the buckets of which gradients of this step have left the device
-        self.scale: torch.Tensor | None = None
+        self.max_norm = self.lr = 0.0  # of the step under way, as what follows
+        self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def within(self, k: int, ranges: list[tuple]) -> list[tuple[Range, Any]]:
         """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
@@ -168,7 +166,7 @@ class Optimizer:
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
         for k in self.coming:
-            self.send(k)
+            self.put(k)
 
     def states(self) -> dict[str, torch.Tensor]:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
@@ -178,8 +176,6 @@ class Optimizer:
         have, but for those that come; what they are rounded from; norms and tied matrices, with moments."""
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
-        for k in range(len(self.own)):
-            model.arrive(k)
         for name, p in model.layout.items():
             shared = is_shared(p, tp.size)
             part = name if shared or tp.size == 1 else f"{name} of tp rank {tp.rank}"
@@ -215,8 +211,7 @@ class Optimizer:
         """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
         to save, so that nothing is saved twice, if check_copies() finds no error; all ranks call it. A step
         under way is done first."""
-        if self.staging is not None:
-            self.staging.worker.synchronize()
+        self.model.settle()
         if saved:
             self.check_copies()
         made, tp = [], self.model.mesh.weights
@@ -243,55 +238,51 @@ class Optimizer:
         """The gradients of Range r of bucket k, on the device."""
         return self.within_bucket(self.grads, k, r)
 
-    def start_sum(self, k: int) -> None:
-        """Starts to sum the gradients of bucket k over the data ranks."""
-        self.reducing[k] = self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k],
-                                                                      self.grads[k])
-
-    def reduce(self, k: int) -> None:
-        """Starts to sum the gradients of bucket k, which are complete on this rank, over the data ranks, and
-        to bring them to an optimizer on the host, which needs the buckets in descending order. Those of
-        buckets that come leave by steps of the schedule."""
-        if k in self.coming:
-            return
-        self.start_sum(k)
-        if self.staging is not None:
-            self.left.add(k)
-            self.staging.bring(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
-
-    def reduced(self, k: int) -> None:
-        """Waits for the sum over the data ranks, adds that of another stage which holds the same matrix, and
-        notes what clip() needs of it."""
-        if works := self.reducing.pop(k, None):
-            works.wait()
-            for r in self.tied if k == 0 else ():
-                self.model.mesh.tied.sum(self.gradient(0, r))  # both ends get the same bits, and step alike
-        square = self.squares[k].zero_()
-        for r in self.split[k]:
-            square += square_sum(self.gradient(k, r))
-        if self.staging is not None:
-            for r, g in self.shared[k]:
-                g.copy_(self.gradient(k, r))
-
-    # --- buckets that come: steps of the schedule ---
+    # --- steps of the schedule: memo/schedule/states.py, and of layers that come program.py ---
 
     def work_of(self, step: Step) -> tuple:
-        """(function, argument) of a step that brings a layer's parameters, or moves its gradients."""
+        """Finds (function, arguments...) of a step that moves gradients or parameters, or makes new ones."""
         k = step.unit.layer + 1
-        if step.moved is Moved.WEIGHTS:
-            return self.bring_weights, k
-        if step.op is Op.PREFETCH:
-            return self.bring_sums, k, k in self.left  # not those of the step before
-        self.left.add(k)
-        return self.leave, k
+        match step.op, step.moved:
+            case Op.REDUCE, _:
+                return self.start_sum, k
+            case Op.GATHER, _:
+                return self.start_gather, k
+            case Op.PREFETCH, Moved.WEIGHTS:
+                return self.bring_weights, k
+            case Op.PREFETCH, _:
+                return self.bring_sums, k, k in self.left  # not those of the step before
+            case Op.OFFLOAD, Moved.SCALE:
+                return self.bring_scale,
+            case Op.OFFLOAD, _:
+                self.left.add(k)
+                return self.leave, k
+            case Op.CLIP, _:
+                return self.take_norm, self.max_norm
+            case Op.ADAMW, _:
+                return self.step_bucket, k, self.lr, self.scale
+            case Op.HOST_ADAMW, _:
+                assert self.staging is not None
+                return self.step_bucket, k, self.lr, self.staging.scale[0]
+        raise ValueError(f"{step} is not the optimizer's")
+
+    def start_sum(self, k: int) -> Works:
+        """Starts to sum the gradients of bucket k over the data ranks, a piece to each."""
+        return self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
+
+    def start_gather(self, k: int) -> Works:
+        """Starts to send this rank's part of bucket k's parameters to all data ranks."""
+        return self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k])
 
     def bring_weights(self, k: int) -> None:
-        """Makes the parameters of bucket k those of the master weights."""
+        """Makes this rank's part of bucket k's parameters that of the master weights; of a bucket that comes
+        also all other parts."""
         if self.staging is not None:
-            self.staging.fetch(k, self.own[k], self.parts[k])
+            self.staging.fetch(self.own[k], self.parts[k])
         else:
             self.parts[k].copy_(self.master[self.own[k].shard])
-        self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
+        if k in self.coming:
+            self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
 
     def bring_sums(self, k: int, there: bool) -> None:
         """Adds what earlier micro batches have left, if it is `there`, to the gradients of bucket k, which
@@ -302,89 +293,90 @@ class Optimizer:
             self.grads[k].copy_(self.sums[k])
 
     def leave(self, k: int) -> None:
-        """Sums the gradients of bucket k over the data ranks and keeps this rank's part; their place on the
-        device is zero again."""
-        self.start_sum(k)
+        """Takes this rank's part of the sums of bucket k's gradients from their place on the device, which is
+        zero again."""
+        self.complete(k)
         if self.staging is not None:
-            self.staging.leave(k, self.grads[k], self.own[k].shard, partial(self.reduced, k))
+            for r, g in self.shared[k]:
+                g.copy_(self.gradient(k, r))
+            self.staging.down((self.own[k].at, self.grads[k]))
         else:
-            self.reduced(k)
             self.sums[k].copy_(self.grads[k])
-            self.model.bucket_grads[k].zero_()
+        self.model.bucket_grads[k].zero_()
+
+    def complete(self, k: int) -> None:
+        """Adds to the sums of bucket k's gradients those of another stage that holds the same matrix, and
+        notes what the norm needs of them."""
+        for r in self.tied if k == 0 else ():
+            self.model.mesh.tied.sum(self.gradient(0, r))  # both ends get the same bits, and step alike
+        square = self.squares[k].zero_()
+        for r in self.split[k]:
+            square += square_sum(self.gradient(k, r))
+
+    def bring_scale(self) -> None:
+        """Copies to the host what gradients are divided by, and those of what all tp ranks hold."""
+        assert self.staging is not None
+        last = [(r.at, g) for shared in self.shared for r, g in shared]
+        self.staging.down(*last, (len(self.staging.grads), self.scale))
 
     # --- the end of a step ---
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
         most `max_norm` (0: leaves them)."""
-        tp, world, buckets = self.model.mesh.weights, self.model.mesh.world, range(len(self.own))
-        if self.staging is None:
-            for k in reversed(buckets):
-                if k not in self.coming:
-                    self.reduced(k)
-        else:
-            assert len(self.left) == len(buckets), "gradients come to the host by reduce()"
-            self.staging.arrived()
+        self.max_norm = max_norm
+        self.model.follow(self.model.swap.passes.clip)
         self.left.clear()
+        return self.norm
+
+    def take_norm(self, max_norm: float) -> None:
+        """Makes `norm` that of all gradients, and `scale` what they are to be divided by."""
+        tp, world = self.model.mesh.weights, self.model.mesh.world
+        if self.staging is None:
+            for k in reversed(range(len(self.own))):
+                if k not in self.coming:
+                    self.complete(k)
         squares = [self.squares]
-        for _, g in (one for shared in self.shared for one in shared):
+        for _, g in (pair for shared in self.shared for pair in shared):
             square = square_sum(tp.sum(g))
             if tp.rank == 0:  # once in a tp group
                 squares.append(square[None])
-        norm = world.sum(torch.cat(squares).sum()).sqrt().float()
-        self.scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else None
-        return norm
+        self.norm.copy_(world.sum(torch.cat(squares).sum()).sqrt())
+        if max_norm > 0:
+            self.scale.copy_(((self.norm + 1e-6) / max_norm).clamp(min=1.0))
 
     def step(self, lr: float) -> None:
-        """One AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are zero
-        again. On the host the steps of layers that come may still be under way."""
-        scale, staging = self.scale, self.staging
-        if staging is not None:
-            last = [(r.at, g) for shared in self.shared for r, g in shared]
-            if scale is not None:
-                last.append((len(staging.grads), scale))
-                scale = staging.scale[0]
-            staging.complete_with(last)
-        for k in range(len(self.own)):
-            if staging is not None and k in self.coming:
-                staging.later(k, partial(self.step_bucket, k, lr, scale, float(self.steps)))
-            else:
-                self.step_bucket(k, lr, scale, self.steps)
-        self.steps += 1
-        self.scale = None
-        if staging is None:
-            self.model.grads.zero_()
+        """Takes one AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are
+        zero again. On the host the step may still be under way."""
+        self.lr = lr
+        self.model.follow(self.model.swap.passes.update)
 
-    def step_bucket(self, k: int, lr: float, scale: torch.Tensor | None,
-                    steps: torch.Tensor | float) -> None:
-        """The step() of bucket k. `steps`: those taken before; a number for a thread, which would see the
-        tensor change."""
-        cfg, staging, steps = self.cfg, self.staging, torch.as_tensor(steps)
+    def step_bucket(self, k: int, lr: float, scale: torch.Tensor) -> None:
+        """Takes the step of bucket k. `scale`: what its gradients are divided by, where they are clipped."""
+        cfg = self.cfg
         for r, decays in self.decays[k]:
             g = self.within_bucket(self.sums, k, r)
             w, m, v = (t[r.shard] for t in self.states().values())
-            adamw_step(w, g, m, v, steps, lr, (cfg.beta1, cfg.beta2), cfg.weight_decay if decays else 0.0,
-                       scale)
-        if staging is None or k in self.coming:
-            self.send(k)
-        else:
-            staging.stage(self.own[k], self.master[self.own[k].shard])
-            staging.send(k, self.own[k], self.parts[k])
+            adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
+                       cfg.weight_decay if decays else 0.0, scale if self.max_norm > 0 else None)
+        self.steps += k == len(self.own) - 1  # the last one
+        self.put(k)
+        if self.staging is None and k not in self.coming:
+            self.model.bucket_grads[k].zero_()
 
-    def send(self, k: int) -> None:
-        """Sends this rank's part of bucket k's master weights on its way into the parameters of all data
-        ranks; those of a layer that comes go no farther than to where it comes from."""
-        model, own, part = self.model, self.own[k], self.parts[k]
-        if k in self.coming:
-            if self.staging is not None:
-                self.staging.stage(own, self.master[own.shard])
-            return
-        if self.master is not model.params:
-            part.copy_(self.master[own.shard])
-        model.arriving[k] = model.mesh.replicas.start_gather(part, model.bucket_params[k])
+    def put(self, k: int) -> None:
+        """Puts this rank's part of bucket k's master weights where the parameters come from, or into them."""
+        own = self.own[k]
+        if self.staging is not None:
+            self.staging.stage(own, self.master[own.shard])
+        elif k not in self.coming and self.master is not self.model.params:
+            self.parts[k].copy_(self.master[own.shard])
 
     def publish(self) -> None:
         """Makes the model's parameters those of the master weights."""
         for k in range(len(self.own)):
-            self.send(k)
-            self.model.arrive(k)
+            self.put(k)
+            if self.staging is not None and k not in self.coming:
+                self.bring_weights(k)
+            if k not in self.coming:
+                self.start_gather(k).wait()

@@ -166,11 +166,14 @@ def measured_states(model: Model) -> StateSeconds:
 
     def seconds(move: Callable, *args: Any) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
-    found = StateSeconds(seconds(optimizer.bring_weights), seconds(optimizer.leave),
+    def leave(k: int) -> None:
+        optimizer.start_sum(k).wait()
+        optimizer.leave(k)
+    found = StateSeconds(seconds(optimizer.bring_weights), seconds(leave),
                          seconds(optimizer.bring_sums, True) * (model.micro_batches > 1),
                          embedding / layer, head / layer)
     model.grads.zero_()
-    optimizer.send(k)  # the gradients may have had the place of the weights
+    optimizer.put(k)  # the gradients may have had the place of the weights
     return found
 
 

@@ -11,11 +11,12 @@ from memo.config import Config
 from memo.edges import Edges
 from memo.flat import Location
 from memo.ops import Ops
-from memo.parallel.axis import Work
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena, NoArena
+from memo.schedule.states import States
 from memo.schedule.step import Step
 from memo.schedule.streams import Streams
+from memo.schedule.waits import Schedule
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
 
@@ -41,7 +42,6 @@ class Model(Protocol):
     blocks: list[Block]
     layout: dict[str, Location]
     buckets: list[tuple[int, int]]
-    bucket_names: list[str | int]
     micro_batches: int
     coming: range
     params: torch.Tensor
@@ -49,7 +49,7 @@ class Model(Protocol):
     bucket_params: list[torch.Tensor]
     bucket_grads: list[torch.Tensor]
     loaded: list[torch.Tensor]
-    arriving: dict[int, Work]
+    states: States
     source: Source | None
     arena: Arena | NoArena
     shape: tuple[int, int]
@@ -67,6 +67,7 @@ class Model(Protocol):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
                 scale: float | None = None) -> torch.Tensor: ...
     def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list: ...
-    def backward(self, done: Callable[[int], None] = ...) -> None: ...
-    def arrive(self, bucket: int) -> None: ...
+    def backward(self, last: bool = False) -> None: ...
+    def follow(self, steps: Schedule) -> None: ...
+    def settle(self) -> None: ...
     def close(self) -> None: ...

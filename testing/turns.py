@@ -2,6 +2,7 @@
 the same bits in each of them: without any of the waits, not."""
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ RACES: dict[str, tuple[dict, dict]] = {  # (keys of the config, fields of the Pl
     "one": ({}, {}), "four": (FOUR, {}), "four, six buffers": (FOUR, dict(n_buffers=6)),
     "four, keys made": (FOUR, dict(keys="made")), "four, stream copied": (FOUR, dict(stream="copied")),
     "states host": (FOUR | COME | dict(states="host", tie_embeddings=False), dict(keys="made")),
+    "optimizer on the host": (dict(optimizer_device="cpu", gradient_accumulation_steps=1), {}),
     "states sharded": (COME | dict(states="sharded", activation="keep", alpha="auto"), {}),
     "five in order": (FOUR | dict(subsequences=5, unit_order="subsequence"),
                       dict(stream="copied", n_buffers=6))}
@@ -39,6 +41,9 @@ GRADIENT = {"prefetch gradient": "prefetch", "head": "compute"}
 KEYS_MADE = {"prefetch input": "prefetch", "sweep": "compute"}
 STATES = {"prefetch weights": "prefetch", "prefetch weight gradients back": "prefetch",
           "offload weight gradients": "offload"}
+ADAMW = {"adamw": "compute"}
+ON_HOST = {"clip": "compute", "offload scale": "offload", "adamw on the host weights": "optimizer",
+           "offload weight gradients": "offload", "prefetch weights": "prefetch"}
 SWEPT = KEYS_MADE | {"prefetch weights back": "prefetch"}
 # embedding and head come
 EDGES = {"prefetch weight gradients": "prefetch", "embedding": "compute", "head": "compute",
@@ -47,11 +52,14 @@ WAITS = {"one": COPIES, "four": COPIES,
          "four, six buffers": UNITS | {"prefetch": "prefetch", "offload keys": "offload",
                                        "prefetch keys": "prefetch"},
          "four, keys made": COPIES | KEYS_MADE, "four, stream copied": COPIES | STREAM | GRADIENT,
-         "states host": COPIES | SWEPT | STATES | EDGES, "states sharded": UNITS | STATES,
+         "states host": COPIES | SWEPT | STATES | EDGES | ON_HOST, "states sharded": UNITS | STATES | ADAMW,
+         "optimizer on the host": COPIES | ON_HOST | {"head": "compute", "embedding backward": "compute"},
          "five in order": COPIES | GRADIENT}
-# before and behind a pass, where layers come: the second where no copies of activations follow
-AROUND = {"states host": {"compute of the pass": "compute"},
-          "states sharded": {"compute of the pass": "compute", "all gradients": "offload"}}
+
+
+def kind_of(label: str) -> str:
+    """What a step is called without its unit or its layer."""
+    return re.sub(r" (of the \w+|[\d.]+)$", "", label)
 
 
 class ByTurns(CpuStream):
@@ -71,9 +79,13 @@ class ByTurns(CpuStream):
     def launch(self, label: str, work: Callable, *args: Any) -> None:
         self.put(partial(work, *args))
 
-    def wait(self, event: Event, label: str = "") -> None:
-        if event.mark is not None and self.removed not in (event.name, event.name.rpartition(" ")[0]):
+    def hold(self, event: Event) -> None:
+        if event.mark is not None:
             self.put(lambda: None, event.mark)
+
+    def wait(self, event: Event, label: str = "") -> None:
+        if event.mark is not None and self.removed not in (event.name, kind_of(event.name)):
+            self.hold(event)
 
     @property
     def ready(self) -> bool:
@@ -88,11 +100,11 @@ class ByTurns(CpuStream):
 
 
 def streams_by_turns() -> Streams:
-    """The three streams of a device, which take turns."""
+    """The streams of a single rank, which take turns."""
     timeline, taking_turns = Timeline(), list[ByTurns]()
-    compute, offload, prefetch = (ByTurns(name, timeline, taking_turns)
-                                  for name in ("compute", "offload", "prefetch"))
-    return Streams(compute, offload, prefetch, timeline)
+    compute, offload, prefetch, optimizer = (ByTurns(name, timeline, taking_turns)
+                                             for name in ("compute", "offload", "prefetch", "optimizer"))
+    return Streams(compute, offload, prefetch, timeline, optimizer=optimizer)
 
 
 def shuffle(streams: list[ByTurns], seed: int, removed: str, late: str) -> None:
@@ -106,14 +118,15 @@ def shuffle(streams: list[ByTurns], seed: int, removed: str, late: str) -> None:
 
 
 class Racing:
-    """A model of RACES over three such streams."""
+    """A model of RACES over such streams."""
 
     def __init__(self, race: str) -> None:
         keys, changed = RACES[race]
-        self.late = WAITS[race] | AROUND.get(race, {})
+        self.late = WAITS[race]
         streams = streams_by_turns()
         self.streams = streams.compute.streams
         there = dict(states="device", activation="keep", alpha="auto")
+        there |= dict(optimizer_device="auto")
         self.expected = self.passes(*self.built(Config(**SHAPE | keys | there), {}))
         self.model, self.optimizer = self.built(Config(**SHAPE | keys), changed, streams)
 
@@ -122,26 +135,32 @@ class Racing:
               streams: Streams | None = None) -> tuple[GPT, Optimizer]:
         model = GPT(cfg, CPU, torch.float32)
         optimizer = Optimizer(model, cfg)
-        optimizer.load(initial_weights(cfg, 0, CPU))
         placement, _ = place_rows(cfg, problem_of(cfg, 4, None, Room(2**40, cpu=True)))
         model.reserve(1, cfg.block_size, replace(placement, **changed), streams=streams)
         return model, optimizer
 
     @staticmethod
     def passes(model: GPT, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Losses and gradients of two passes with other batches, and an evaluation in between. The host runs
-        ahead of all streams, through all three."""
-        model.grads.zero_()
-        optimizer.left.clear()
+        """Losses, norms and weights of two training steps with other batches, and evaluations in between. The
+        host runs ahead of all streams, through all of them."""
+        optimizer.load(initial_weights(model.cfg, 0, CPU))
+        for state in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
+            state.zero_()
+        optimizer.publish()
         seen, random_ids = [], torch.Generator().manual_seed(0)
-        for i in range(3):
-            tokens, targets = torch.randint(64, (2, 1, model.cfg.block_size), generator=random_ids)
-            seen.append(model.forward(tokens, targets, None if i == 1 else 1.0))
-            if i != 1:
-                model.backward()
-        for stream in model.swap.streams[:3]:
-            stream.synchronize()
-        return [*seen, torch.cat(optimizer.sums)]
+
+        def batch() -> list[torch.Tensor]:
+            return [*torch.randint(64, (2, 1, model.cfg.block_size), generator=random_ids)]
+        for _ in range(2):
+            seen.append(model.forward(*batch()))
+            for i in reversed(range(model.micro_batches)):
+                seen.append(model.forward(*batch(), scale=1.0))
+                model.backward(last=i == 0)
+            optimizer.clip(1.0)
+            optimizer.step(1e-3)
+        model.settle()
+        model.swap.streams.compute.synchronize()
+        return [*seen, optimizer.norm.clone(), optimizer.master.clone(), optimizer.exp_avg_sq.clone()]
 
     def is_right(self, seed: int, removed: str = "") -> bool:
         """Whether they have the bits of a model with all on the device. `removed`: waits that are left

@@ -161,7 +161,7 @@ def step(model, optimizer, cfg):
         whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)
         batch = (t[:, mine].contiguous() for t in whole)
         loss += model.forward(*batch, scale=part) * part
-        model.backward(optimizer.reduce if micro == micros[-1] else lambda k: None)
+        model.backward(last=micro == micros[-1])
     return mesh.mean_loss(loss)
 
 

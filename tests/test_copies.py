@@ -20,8 +20,7 @@ HOST = rf"\({re.escape(socket.gethostname())}\)"
 def views(optimizer, where, name):
     """What this rank holds of a parameter, flat: of `params` as the model has it, or of a state."""
     p = optimizer.model.layout[name]
-    for k in list(optimizer.model.arriving):
-        optimizer.model.arrive(k)
+    optimizer.model.settle()
     if where == "params":
         k = next(i for i, (start, end) in enumerate(optimizer.model.buckets) if start <= p.offset < end)
         return optimizer.model.bucket_params[k][p.offset - optimizer.model.buckets[k][0]:]
@@ -44,6 +43,7 @@ def flipped(host, argv, rank, steps, where, name):
 
     def step(self, lr):
         real(self, lr)
+        self.model.settle()  # a host's step may be under way
         if int(self.steps) == steps and host.rank == rank:
             flip(self, where, name)
     with pytest.MonkeyPatch.context() as m:
@@ -123,6 +123,7 @@ def test_one_process_compares_its_parameters_with_their_master_weights(dataset, 
 
     def step(self, lr):
         real(self, lr)
+        self.model.settle()  # a host's step may be under way
         if int(self.steps) == 4:
             flip(self, "master", "h.1.fc1_w")
     monkeypatch.setattr(Optimizer, "step", step)

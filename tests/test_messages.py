@@ -16,7 +16,7 @@ from memo.optim import Optimizer
 from memo.parallel.mesh import noted_mesh
 from memo.parallel.notes import Communicator, Notes, Post, Program, Wait
 from memo.schedule.streams import open_streams
-from memo.schedule.waits import schedule
+from memo.schedule.waits import passes_of
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
@@ -43,7 +43,7 @@ def rebuild(model, cfg, lost):
     L, kept = cfg.n_layer, {t.name: 0 for t in layer_of(cfg).skeletal if lost(t)}
     model.swap.missing = [Placement(L, 1, n_rows(cfg), kept).missing(0)] * (L - 1) + [{}]
     fates = replace(model.swap.placement.fates, rebuilt=frozenset(range(L - 1)))
-    model.swap.set_steps(schedule(fates, L), model.swap.evaluation)
+    model.swap.set_passes(passes_of(fates, L, 1, "layer", model.states))
 
 
 def program_of(cfg, rank, dp, lost):
@@ -61,7 +61,7 @@ def program_of(cfg, rank, dp, lost):
     micros = cfg.gradient_accumulation_steps // dp
     for i in range(micros):
         loss = model.forward(tokens, tokens, scale=1.0)
-        model.backward(optimizer.reduce if i == micros - 1 else lambda bucket: None)
+        model.backward(last=i == micros - 1)
     mesh.replicas.sum(loss)
     optimizer.clip(1.0)
     optimizer.step(1e-3)

@@ -279,11 +279,12 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
             model.reserve(1, cfg.block_size)
             swap = model.swap
             sizes = SharedBytes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
-            for step in (step for step in swap.steps if step.is_message and step.peer is not None):
+            steps, evaluation = (swap.placement.schedule(trains) for trains in (True, False))
+            for step in (step for step in steps if step.is_message and step.peer is not None):
                 tensors = swap.lending.message(step, swap.whole, model.layer_params)
                 assert sum(t.nbytes for t in tensors) == sizes.sent(step) > 0
                 sent[stage, step] = [(t.numel(), t.dtype) for t in tensors]
-            schedules.append((swap.steps, swap.evaluation))
+            schedules.append((steps, evaluation))
             model.close()
         for those in zip(*schedules, strict=True):
             validate_stages(those)

@@ -157,16 +157,16 @@ class PlainRacing:
                        self.expected))
 
 
-@pytest.fixture(scope="module")
-def racing():
+@pytest.fixture
+def racing(one_thread):
     return PlainRacing()
 
 
-def test_the_streams_order_changes_nothing(racing, one_thread):
+def test_the_streams_order_changes_nothing(racing):
     assert all(racing.is_right(seed) for seed in range(20))
 
 
-def test_every_single_wait_is_needed(racing, one_thread):
+def test_every_single_wait_is_needed(racing):
     assert racing.waits == set(WAITS)
     assert [wait for wait in WAITS if all(racing.is_right(seed, wait) for seed in range(20))] == []
     assert racing.is_right(0)  # with all of them, again

@@ -53,7 +53,7 @@ def prices(model, cfg):
         machine = Counting("free", node, memory, None, free, capability=(9, 0), kind=kind, by_bytes=by_bytes)
         of_step = compute_seconds(swap.placement, layer_seconds(cfg, machine, itemsize).units)
         ends = (part(cfg, machine, free, itemsize) for part in (embedding_s, head_s))
-        return sum(map(of_step, swap.steps)) + sum(ends)
+        return sum(map(of_step, swap.placement.schedule())) + sum(ends)
     kinds = product(MESSAGES, (2, 4), (1, 2))
     found = {kind: (price(kind, False), price(kind, True)) for kind in kinds}
     return {kind: pytest.approx(both) for kind, both in found.items() if any(both)}

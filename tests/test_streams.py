@@ -45,15 +45,6 @@ def test_a_stream_runs_in_order_and_beside_the_host(workers):
     assert seen == list(range(100))
 
 
-def test_a_call_comes_behind_what_was_launched_and_is_the_callers(workers):
-    a, _, _ = workers
-    seen, gate = [], threading.Event()
-    a.launch("slow", gate.wait)
-    a.launch("work", seen.append, "a")
-    threading.Timer(0.05, gate.set).start()
-    assert a.call(lambda: [*seen, threading.current_thread()]) == ["a", threading.current_thread()]
-
-
 def test_a_wait_holds_back_what_comes_after_it_only(workers):
     a, b, _ = workers
     seen, gate, event = [], threading.Event(), Event("a is done")

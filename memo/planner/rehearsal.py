@@ -17,7 +17,7 @@ from memo.planner.allocator import Arena, NoArena
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.protocols import Model
 from memo.schedule.streams import open_streams
-from memo.schedule.waits import compute_only, schedule
+from memo.schedule.waits import passes_of
 
 PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
 MORE_LENGTHS = 4  # of subsequences that are traced
@@ -56,16 +56,16 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
-    schedules, before, rehearsal = (swap.steps, swap.evaluation), model.arena, Rehearsal(arena, subsequences)
+    passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
-    swap.set_steps(*map(compute_only, schedules))
+    swap.set_passes(passes.compute_only())
     try:
         model.forward(tokens, tokens, scale=1.0)
         model.backward()
         model.forward(tokens, tokens)
         return arena.recorded().repeated(rehearsal.order.items())
     finally:
-        swap.set_steps(*schedules)
+        swap.set_passes(passes)
         model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
@@ -86,7 +86,7 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
         swap.missing, p = list(missing), swap.placement
         rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
         fates = replace(p.fates, rebuilt=rebuilt, keys=keys)
-        swap.set_steps(schedule(fates, p.n_layer, p.subsequences, p.order), swap.evaluation)
+        swap.set_passes(passes_of(fates, p.n_layer, p.subsequences, p.order, model.states))
         for s in swap.units.values() if p.several else ():
             s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
                                 for them in (s.pieces, s.sums))

@@ -5,7 +5,7 @@ What is read and then written over, or added to, stands among the writes alone: 
 writer and for all readers since. Memory that only the compute stream touches needs no place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from memo.schedule.program import (
     swept_inputs,
     units_in_order,
 )
+from memo.schedule.states import ADDS, States
 from memo.schedule.step import Moved, Op, Step, Unit
 
 
@@ -38,10 +39,12 @@ class Region(Enum):
     KEYS = "keys and values"
     SLAB_KEYS = "slab of keys and values"
     SWEEP = "input for a sweep"
-    # where layers come
+    # of layers; between passes, and within one where they come
     WEIGHTS = "weights"
     WEIGHT_GRADIENTS = "gradients of weights"
-    HOST_GRADIENTS = "host's gradients of layer"
+    SUMS_OF_PASSES = "gradients that have left, of layer"
+    MASTERS = "master weights of layer"
+    SCALE = "scale of gradients"
     # of a home: rows that a helper computes; sums of gradients of keys and values; what is repaid
     STREAM_ROWS = "helper's rows of the stream"
     KEYS_ROWS = "helper's rows of keys and values"
@@ -80,11 +83,14 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """The places of a stage, and which step touches which."""
+    """The places of a stage, and which step touches which. `states`: where parameters and gradients of layers
+    that stay are; None leaves them out, since within a pass the compute stream alone touches them."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        # parameters of layers that come would be places that loans read, and additions write
+    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool,
+                 states: States | None = None) -> None:
+        # loans would have to wait for layers that come
         assert not (fates.layers_come and (fates.guests or fates.lent))
+        self.states = states
         self.fates = f = fates
         self.layers, self.subsequences, self.trains = layers, subsequences, trains
         self.come, self.by_layer = f.coming(layers), order == "layer"
@@ -189,29 +195,72 @@ class Memory:
         if step.of_states:
             return self.of_states(step)
         if step.peer is not None:
-            return (self.of_helper if step.unit in self.turn else self.of_home)(step)
-        if not step.computes:
-            return MOVES[step.op, step.moved](self, step.unit)
-        touched = COMPUTES[step.op](self, step.unit)
-        layer = {Op.EMBED: EMBEDDING, Op.EMBED_BACKWARD: EMBEDDING, Op.HEAD: self.layers}.get(
-            step.op, step.unit.layer)
-        if layer in self.come:
-            at = (layer % LAYER_PLACES,)
-            if step.op is not Op.EMBED_BACKWARD:
-                touched.reads.append(Place(Region.WEIGHTS, at))
-            if step.op in (Op.BACKWARD, Op.EMBED_BACKWARD) or (step.op is Op.HEAD and self.trains):
-                touched.writes.append(Place(Region.WEIGHT_GRADIENTS, at))  # added to
+            touched = (self.of_helper if step.unit in self.turn else self.of_home)(step)
+        elif step.computes:
+            touched = COMPUTES[step.op](self, step.unit)
+        else:
+            touched = MOVES[step.op, step.moved](self, step.unit)
+        for layer in self.layers_of(step):
+            if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
+                touched.reads.append(self.weights(layer))
+            if step.op in ADDS or (step.op is Op.HEAD and self.trains):
+                touched.writes.append(self.gradients(layer))
         return touched
+
+    # --- parameters, gradients and the optimizer's states, layer by layer ---
+
+    def layers_of(self, step: Step) -> Sequence[int]:
+        """Lists the layers whose parameters a step reads, or to whose gradients it adds. The head's matrix
+        may be the embedding's."""
+        if step.unit in self.turn or step.op is Op.ZERO or not (
+                step.computes or (step.op, step.moved) == (Op.SEND, Moved.LOAN)):
+            return ()
+        ends = {Op.EMBED: (EMBEDDING,), Op.EMBED_BACKWARD: (EMBEDDING,), Op.HEAD: (self.layers, EMBEDDING)}
+        layers = ends.get(step.op, (step.unit.layer,))
+        return layers if self.states else [layer for layer in layers[:1] if layer in self.come]
+
+    def weights(self, layer: int) -> Place:
+        return Place(Region.WEIGHTS, (layer % LAYER_PLACES if layer in self.come else layer,))
+
+    def gradients(self, layer: int) -> Place:
+        turns = layer in self.come or (self.states is not None and layer in self.states.in_turns)
+        return Place(Region.WEIGHT_GRADIENTS, (layer % LAYER_PLACES if turns else layer,))
+
+    def masters(self, layer: int) -> Place:
+        """Where new parameters lie before they come to the device: on the host over the gradients."""
+        over = self.states is not None and self.states.on_host and not self.states.apart
+        return Place(Region.SUMS_OF_PASSES if over else Region.MASTERS, (layer,))
 
     def of_states(self, step: Step) -> Access:
         layer = step.unit.layer
-        gradients = Place(Region.WEIGHT_GRADIENTS, (layer % LAYER_PLACES,))
-        on_host = Place(Region.HOST_GRADIENTS, (layer,))
-        if step.moved is Moved.WEIGHTS:
-            return Access([], [Place(Region.WEIGHTS, (layer % LAYER_PLACES,))])
-        if step.op is Op.OFFLOAD:
-            return Access([gradients], [on_host])
-        return Access([on_host], [gradients])  # what earlier micro batches have left there
+        weights, gradients, masters = self.weights(layer), self.gradients(layer), self.masters(layer)
+        left = Place(Region.SUMS_OF_PASSES, (layer,))
+        match step.op, step.moved:
+            case Op.PREFETCH, Moved.WEIGHTS:
+                return Access([masters], [weights])
+            case Op.PREFETCH, _:  # what earlier micro batches have left
+                return Access([left], [gradients])
+            case Op.OFFLOAD, Moved.WEIGHT_GRADIENTS:
+                return Access([gradients], [left])
+            case Op.REDUCE, _:
+                return Access([], [gradients])
+            case Op.GATHER, _:
+                return Access([], [weights])
+        assert self.states is not None
+        scale, stay = Place(Region.SCALE, (0,)), self.states.stay
+        every = [Place(Region.SUMS_OF_PASSES, (layer,)) for layer in self.states.every]
+        match step.op:
+            case Op.CLIP:  # sums what all tp ranks hold, in place
+                return Access([], [*every, *map(self.gradients, stay), scale])
+            case Op.OFFLOAD:
+                return Access([scale], every)
+            case Op.HOST_ADAMW:
+                return Access([], [left, masters])
+            case Op.ADAMW if layer in stay:  # and sets the gradients to zero
+                return Access([], [gradients, weights])
+            case Op.ADAMW:
+                return Access([left], [masters])
+        raise ValueError(f"{step}: nothing is known of what it touches")
 
     # --- steps that compute ---
 
@@ -258,6 +307,11 @@ class Memory:
 
     def embed_backward(self, unit: Unit) -> Access:
         return Access(self.with_rows(self.below(unit), unit), [])
+
+    def zero(self, unit: Unit) -> Access:
+        """The sums of all units of a home, which helpers add to before its own backwards do."""
+        return Access([], [place for layer in range(self.layers) for x in range(self.subsequences)
+                           for place in self.sums(Unit(layer, x))])
 
     # --- copies, and messages with the neighbours ---
 
@@ -348,7 +402,8 @@ def slab_above(unit: Unit) -> Place:
 Touch = Callable[[Memory, Unit], Access]
 COMPUTES: dict[Op, Touch] = {
     Op.EMBED: Memory.embed, Op.FORWARD: Memory.forward, Op.HEAD: Memory.head, Op.RECOMPUTE: Memory.recompute,
-    Op.SWEEP: Memory.sweep, Op.BACKWARD: Memory.backward, Op.EMBED_BACKWARD: Memory.embed_backward}
+    Op.SWEEP: Memory.sweep, Op.BACKWARD: Memory.backward, Op.EMBED_BACKWARD: Memory.embed_backward,
+    Op.ZERO: Memory.zero}
 MOVES: dict[tuple[Op, Moved | None], Touch] = {
     (Op.OFFLOAD, Moved.ACTIVATIONS): Memory.offload,
     (Op.PREFETCH, Moved.ACTIVATIONS): Memory.prefetch,

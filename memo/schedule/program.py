@@ -250,6 +250,8 @@ class Program:
     def backward(self) -> Iterator[Step]:
         """Yields the steps behind the last head."""
         fates, top, last = self.fates, self.layers - 1, self.subsequences - 1
+        if fates.lent:
+            yield Step(Op.ZERO, Unit(0, 0), back=True)
         for unit in self.sweeps[:SWEEP_PLACES]:
             yield Step(Op.PREFETCH, unit, Moved.INPUT, back=True)
         for layer in reversed(self.come[-LAYER_PLACES:]):

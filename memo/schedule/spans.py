@@ -8,15 +8,17 @@ from itertools import pairwise
 
 from memo.schedule.access import Place
 from memo.schedule.simulate import Times
-from memo.schedule.step import Step
+from memo.schedule.step import Op, Step
 from memo.schedule.waits import Schedule
 
-# kind: launch; wait, for a copy; bubble, a wait for another stage
+# kind: launch; wait, for a copy; bubble, a wait for another stage; ranks, a wait for all that share a step
 Span = namedtuple("Span", "stream kind label start_s end_s")
 
 
 def wait_kind(step: Step) -> str:
     """Names the kind of a Span in which a stream waits for a step."""
+    if step.op in (Op.REDUCE, Op.GATHER):
+        return "ranks"
     return "bubble" if step.is_message else "wait"
 
 

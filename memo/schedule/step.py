@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """What a step does. ADD: a home adds what a helper has repaid."""
+    """What a step does. ADD: a home adds what a helper has repaid. The last six: memo/schedule/states.py."""
 
     EMBED = "embedding"
     FORWARD = "forward"
@@ -19,6 +19,12 @@ class Op(Enum):
     PREFETCH = "prefetch"  # host to device
     SEND = "send"  # to another stage
     RECEIVE = "receive"
+    ZERO = "zero"  # the sums that helpers add to
+    REDUCE = "reduce"  # sums gradients over the ranks that hold the same parameters, a piece to each
+    GATHER = "gather"  # the new parameters of all these ranks
+    CLIP = "clip"
+    ADAMW = "adamw"
+    HOST_ADAMW = "adamw on the host"
 
     __hash__ = object.__hash__  # steps are keys of large tables; Enum's own hash is a Python function
 
@@ -39,6 +45,7 @@ class Moved(Enum):
     GRADIENT = "gradient"
     WEIGHTS = "weights"
     WEIGHT_GRADIENTS = "weight gradients"
+    SCALE = "scale"  # of gradients, and what else an optimizer on the host needs of the norm
     LOAN = "loan"
     ROWS = "rows"
     RESULTS = "results"
@@ -60,7 +67,8 @@ HELP_NAMES = {
     (Op.SEND, Moved.ROWS): "pass", (Op.RECEIVE, Moved.ROWS): "take",
     (Op.SEND, Moved.RESULTS): "return", (Op.RECEIVE, Moved.RESULTS): "fetch",
     (Op.SEND, Moved.REPAYMENT): "repay", (Op.RECEIVE, Moved.REPAYMENT): "collect"}
-STATES = Moved.WEIGHTS, Moved.WEIGHT_GRADIENTS
+STATES = Moved.WEIGHTS, Moved.WEIGHT_GRADIENTS, Moved.SCALE
+OTHER_STREAMS = {Op.REDUCE: "replicas", Op.GATHER: "replicas", Op.HOST_ADAMW: "optimizer"}
 
 
 class Step(NamedTuple):
@@ -85,8 +93,8 @@ class Step(NamedTuple):
 
     @property
     def of_states(self) -> bool:
-        """Whether it brings a layer's parameters, or moves their gradients."""
-        return self.moved in STATES
+        """Whether it brings a layer's parameters, moves their gradients, or makes new ones."""
+        return self.moved in STATES or self.op in (Op.CLIP, Op.ADAMW)
 
     @property
     def stream(self) -> str:
@@ -94,7 +102,7 @@ class Step(NamedTuple):
         if self.moved is None:
             return "compute"
         if self.peer is None:
-            return self.op.value
+            return OTHER_STREAMS.get(self.op, self.op.value)
         return f"{'to' if self.op is Op.SEND else 'from'} {self.peer}"
 
     @property

@@ -1,6 +1,8 @@
 """Streams and events, with one meaning on CUDA and on the CPU: what a stream is handed runs in order, one
 thing after the other; streams run beside each other; `record` marks a point in a stream and `wait` holds
 another one back until it is reached. On the CPU a stream is a worker thread, or the calling thread itself.
+The stream of messages among ranks ends its work when a library says so; on the CPU the caller starts each.
+The optimizer's, where that is on the host, is a thread beside a GPU too.
 
 Every launch and every wait leaves a span in the streams' Timeline: that is where stalls are read and pictures
 come from.
@@ -16,19 +18,30 @@ from typing import Any
 
 import torch
 
+from memo.parallel.axis import Works
 from memo.schedule.spans import Span
 
-Streams = namedtuple("Streams", "compute offload prefetch timeline send receive lanes",
-                     defaults=(None, None, MappingProxyType({})))
+Streams = namedtuple("Streams", "compute offload prefetch timeline send receive replicas optimizer lanes",
+                     defaults=(None, None, None, None, MappingProxyType({})))
 
 
 def stream_named(streams: Streams, name: str) -> Any:
     return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
 
 
-def between_stages(streams: Streams) -> list:
-    """The streams of messages to and from other stages."""
-    return [one for one in (streams.send, streams.receive, *streams.lanes.values()) if one is not None]
+def beside_compute(streams: Streams) -> list:
+    """Lists all streams but compute's."""
+    others = (streams.offload, streams.prefetch, streams.send, streams.receive, streams.replicas,
+              streams.optimizer, *streams.lanes.values())
+    return [stream for stream in others if stream is not None]
+
+
+def settle(streams: Streams) -> None:
+    """Holds compute until all that was launched is done. Errors: what went wrong in it."""
+    end = Event("all")
+    for stream in beside_compute(streams):
+        stream.record(end)
+        streams.compute.hold(end)
 
 
 class Event:
@@ -67,13 +80,19 @@ class Timeline:
                 for stream, kind, label, before, behind in spans]
 
 
+class Untimed(Timeline):
+    """Keeps no spans."""
+
+    def add(self, *span: Any) -> None: ...
+
+
 # --- CUDA ---
 
 class CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
-        self.done = self.event.query
+        self.done, self.wait = self.event.query, self.event.synchronize
 
     def seconds_since(self, other: "CudaMark") -> float:
         return other.event.elapsed_time(self.event) / 1e3
@@ -84,25 +103,32 @@ class CudaStream:
         self.name, self.timeline, self.stream = name, timeline, stream
 
     def launch(self, label: str, work: Callable, *args: Any) -> None:
-        """Queues work(*args)."""
+        """Queues work(*args). Without a label it leaves no span."""
         before = CudaMark(self.stream)
         with torch.cuda.stream(self.stream):
-            work(*args)
-        self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
+            self.start(work, *args)
+        if label:
+            self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
-    def call(self, work: Callable, *args: Any) -> Any:
-        """work(*args) by the caller, its messages and kernels behind all that was launched."""
-        with torch.cuda.stream(self.stream):
-            return work(*args)
+    @staticmethod
+    def start(work: Callable, *args: Any) -> None:
+        work(*args)
 
     def record(self, event: Event) -> None:
         event.mark = CudaMark(self.stream)
+
+    def hold(self, event: Event) -> None:
+        """wait(), without a span."""
+        if isinstance(event.mark, CudaMark):
+            self.stream.wait_event(event.mark.event)
+        elif event.mark is not None:
+            event.mark.wait()  # a thread's: by the host
 
     def wait(self, event: Event, label: str = "") -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached."""
         if event.mark is not None:
             before = CudaMark(self.stream)
-            self.stream.wait_event(event.mark.event)
+            self.hold(event)
             self.timeline.add(self.name, event.kind, label or event.name, before, CudaMark(self.stream))
 
     def synchronize(self) -> None:
@@ -110,6 +136,14 @@ class CudaStream:
         self.stream.synchronize()
 
     close = synchronize
+
+
+class CudaMessages(CudaStream):
+    """The stream of messages that a library has one of its own for."""
+
+    @staticmethod
+    def start(work: Callable, *args: Any) -> None:
+        work(*args).wait()
 
 
 # --- the CPU ---
@@ -123,6 +157,12 @@ class CpuMark:
     def reach(self, error: BaseException | None = None) -> None:
         self.time, self.error = time.perf_counter(), error
         self.reached.set()
+
+    def wait(self) -> None:
+        """Returns when it is reached. Errors: what went wrong before it."""
+        self.reached.wait()
+        if self.error is not None:
+            raise self.error
 
     def seconds_since(self, other: "CpuMark") -> float:
         return self.time - other.time
@@ -165,15 +205,11 @@ class CpuStream:
         return mark
 
     def launch(self, label: str, work: Callable, *args: Any) -> None:
-        """Queues work(*args)."""
-        before = self.put_mark()
+        """Queues work(*args). Without a label it leaves no span."""
+        before = self.put_mark() if label else None
         self.put(lambda: self.error or work(*args))
-        self.timeline.add(self.name, "launch", label, before, self.put_mark())
-
-    def call(self, work: Callable, *args: Any) -> Any:
-        """work(*args) by the caller, behind all that was launched."""
-        self.synchronize()
-        return work(*args)
+        if label:
+            self.timeline.add(self.name, "launch", label, before, self.put_mark())
 
     def record(self, event: Event) -> None:
         event.mark = self.put_mark()
@@ -183,18 +219,17 @@ class CpuStream:
         went wrong before it in its stream."""
         if event.mark is not None:
             before = self.put_mark()
-            self.put(lambda mark=event.mark: self.wait_for(mark))
+            self.hold(event)
             self.timeline.add(self.name, event.kind, label or event.name, before, self.put_mark())
 
-    @staticmethod
-    def wait_for(mark: CpuMark) -> None:
-        mark.reached.wait()
-        if mark.error is not None:
-            raise mark.error
+    def hold(self, event: Event) -> None:
+        """wait(), without a span."""
+        if event.mark is not None:
+            self.put(event.mark.wait)
 
     def synchronize(self) -> None:
         """Waits until all that was launched is done. Errors: what went wrong in it."""
-        self.wait_for(self.put_mark())
+        self.put_mark().wait()
 
     def close(self) -> None:
         """Waits for the work in hand and ends the thread."""
@@ -204,27 +239,67 @@ class CpuStream:
             self.worker = None
 
 
+class WorksMark:
+    """The end of messages under way."""
+
+    def __init__(self, works: Iterable[Works]) -> None:
+        self.works = tuple(works)
+
+    def wait(self) -> None:
+        """Returns when all have ended."""
+        for works in self.works:
+            works.wait()
+
+
+class CpuMessages:
+    """The stream of messages that a library sends by threads of its own. The caller starts each, so that they
+    have one order on all ranks, and waits before for what they wait for."""
+
+    def __init__(self) -> None:
+        self.works: list[Works] = []  # that nobody has waited for
+
+    def launch(self, label: str, work: Callable[..., Works], *args: Any) -> None:
+        """Starts the messages of work(*args)."""
+        self.works = [*(works for works in self.works if works.works), work(*args)]
+
+    def record(self, event: Event) -> None:
+        event.mark = WorksMark(self.works)
+
+    def wait(self, event: Event, label: str = "") -> None:
+        """Waits until the last record() of `event` is reached."""
+        if event.mark is not None:
+            event.mark.wait()
+
+    def close(self) -> None:
+        """Waits for all messages."""
+        WorksMark(self.works).wait()
+
+
 # --- both ---
 
 def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:
     """The streams of a device, with `messages` also those to and from other stages, and `lanes` more of such.
     Compute is the one that torch uses anyway, on the CPU the calling thread."""
-    timeline, side = Timeline(), dict[str, CudaStream | CpuStream]()
+    cpu, timeline, side = device.type == "cpu", Timeline(), dict[str, CudaStream | CpuStream]()
     compute: CudaStream | CpuStream
-    if device.type == "cuda":
-        compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
-    else:
+    if cpu:
         compute = CpuStream("compute", timeline, threaded=False)
+    else:
+        compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
     for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
         # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
         # shared one would wait for each other
-        side[name] = (CudaStream(name, timeline, torch.cuda.Stream(device, -1)) if device.type == "cuda" else
-                      CpuStream(name, timeline))
+        side[name] = (CpuStream(name, timeline) if cpu else
+                      CudaStream(name, timeline, torch.cuda.Stream(device, -1)))
     others = {name: side.pop(name) for name in lanes}
-    return Streams(compute=compute, timeline=timeline, lanes=others, **side)
+    replicas = CpuMessages() if cpu else CudaMessages("replicas", timeline, torch.cuda.Stream(device, -1))
+    # a thread's clock is not a GPU's: its spans are in no picture then
+    optimizer = CpuStream("optimizer", timeline if cpu else Untimed())
+    return Streams(compute=compute, timeline=timeline, lanes=others, replicas=replicas, optimizer=optimizer,
+                   **side)
 
 
 def close_streams(streams: Streams) -> None:
     """Waits for every copy and message under way, then lets the streams go."""
-    for stream in (streams.compute, streams.offload, streams.prefetch, *between_stages(streams)):
+    for stream in (streams.compute, *beside_compute(streams)):
         stream.close()

@@ -4,17 +4,38 @@ A step waits for the last writer of what it reads, and for the last writer and a
 writes; not for its own stream, which does one thing after the other, nor where another wait says so already.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from memo.schedule.access import Memory, Place
+from memo.schedule.access import Access, Memory, Place
 from memo.schedule.program import Fates, program
+from memo.schedule.states import States
 from memo.schedule.step import Step
 
 # in launch order, for each step: the steps of other streams that must be done before, and the place that the
 # wait for each protects
 Waits = Mapping[Step, Place]
 Schedule = Mapping[Step, Waits]
+# {stream, or a number of another pass and a stream there: the number of its last step that is done for
+# certain}
+Clock = dict[str | tuple[int, str], float]
+
+
+class Done(NamedTuple):
+    """A step that has touched a place, as its pass leaves it: `number` in its pass, `clock` behind it."""
+
+    step: Step
+    number: int
+    clock: Clock
+    wrote: bool
+
+
+class Left(NamedTuple):
+    """What a pass leaves: of each place the last writer and the readers since; of each stream its clock."""
+
+    touched: dict[Place, list[Done]]
+    clocks: dict[str, Clock]
 
 
 @lru_cache(16)  # most of the layouts that a search tries have the same
@@ -27,40 +48,56 @@ def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "lay
 
 
 def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
-    """Derives what each step waits for.
+    """Derives what each step of a pass waits for within it."""
+    waiting = Waiting(memory)
+    return {step: waiting.add(step) for step in steps}
 
-    Every step has a clock: {stream: the number of its last step that is done for certain before}. A step has
-    to wait only for those that the clock of its stream does not hold yet.
+
+class Waiting:
+    """Derives the waits of the steps of a pass, one after the other.
+
+    Every step has a clock, of what is done for certain before it. A step has to wait only for what the clock
+    of its stream does not hold yet. `before`: what each pass that may have run before leaves; a step whose
+    place one of them has touched waits for that pass too.
     """
-    numbered: list[Step] = []
-    clocks: list[dict[str, int]] = []
-    clock_of: dict[str, dict[str, int]] = {}  # of each stream, behind its last step
-    streams: list[str] = []  # of each step
-    writer: dict[Place, int] = {}
-    readers: dict[Place, dict[str, int]] = {}  # since it was written, the last one of each stream
-    made: dict[Step, Waits] = {}
-    for number, step in enumerate(steps):
-        stream, (reads, writes) = step.stream, memory.access(step)
-        clock = dict(clock_of.get(stream, {}))
+
+    def __init__(self, memory: Memory, before: Sequence[Left] = ()) -> None:
+        self.memory = memory
+        self.steps: list[Step] = []
+        self.streams: list[str] = []  # of each step
+        self.clocks: list[Clock] = []
+        self.clock_of: dict[str, Clock] = {}  # of each stream, behind its last step
+        self.writer: dict[Place, int] = {}
+        self.readers: dict[Place, dict[str, int]] = {}  # since it was written, the last one of each stream
+        self.before = [dict(left.touched) for left in before]
+        for n, left in enumerate(before):  # a stream goes on where any pass has left it
+            for stream, clock in left.clocks.items():
+                self.clock_of.setdefault(stream, {}).update(of_pass(n, clock))
+
+    def add(self, step: Step) -> Waits:
+        """Finds the waits of the next step."""
+        access = self.memory.access(step)
+        number, stream, (reads, writes) = len(self.steps), step.stream, access
+        writer, readers, streams = self.writer, self.readers, self.streams
+        clock = dict(self.clock_of.get(stream, {}))
         # a wait is named by the first place that it protects, of the writes, else of the reads
-        before = {writer[place]: place for place in reversed(reads) if place in writer}
+        earlier = {writer[place]: place for place in reversed(reads) if place in writer}
         for place in reversed(writes):
             if place in writer:
-                before[writer[place]] = place
+                earlier[writer[place]] = place
             if place in readers:
-                before.update(dict.fromkeys(readers[place].values(), place))
+                earlier.update(dict.fromkeys(readers[place].values(), place))
         waits = {}
-        for earlier in sorted(before, reverse=True):
-            if streams[earlier] != stream and earlier > clock.get(streams[earlier], -1):
-                waits[numbered[earlier]] = before[earlier]
-                for other, n in clocks[earlier].items():
-                    if n > clock.get(other, -1):
-                        clock[other] = n
-        made[step] = waits
+        for other in sorted(earlier, reverse=True):
+            if streams[other] != stream and other > clock.get(streams[other], -1):
+                waits[self.steps[other]] = earlier[other]
+                advance(clock, self.clocks[other])
+        for n, left in enumerate(self.before):
+            waits |= waits_for(n, left, stream, clock, access)
         clock[stream] = number
-        clock_of[stream] = clock
-        clocks.append(clock)
-        numbered.append(step)
+        self.clock_of[stream] = clock
+        self.clocks.append(clock)
+        self.steps.append(step)
         streams.append(stream)
         for place in reads:
             if place in readers:
@@ -69,9 +106,96 @@ def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
                 readers[place] = {stream: number}
         for place in writes:
             writer[place], readers[place] = number, {}
-    return made
+        return waits
+
+    def left(self) -> Left:
+        """Says who has touched each place last."""
+        touched: dict[Place, list[Done]] = {}
+        for place in self.writer.keys() | self.readers.keys():
+            those = {number: False for number in self.readers.get(place, {}).values()}
+            those |= {self.writer[place]: True} if place in self.writer else {}
+            touched[place] = [Done(self.steps[k], k, self.clocks[k], wrote) for k, wrote in those.items()]
+        return Left(touched, self.clock_of)
+
+
+def of_pass(n: int, clock: Clock) -> Clock:
+    """Marks what a clock of the n-th pass before says of that pass."""
+    return {(n, stream): number for stream, number in clock.items() if isinstance(stream, str)}
+
+
+def waits_for(n: int, left: dict[Place, list[Done]], stream: str, clock: Clock,
+              access: Access) -> dict[Step, Place]:
+    """Finds the waits of a stream's next step for what the n-th pass before has `left`, and advances the
+    clock."""
+    touched = [(done, place) for place in access.writes for done in left.pop(place, ())]
+    touched += [(done, place) for place in access.reads for done in left.get(place, ()) if done.wrote]
+    waits: dict[Step, Place] = {}
+    for done, place in sorted(touched, key=lambda pair: -pair[0].number):
+        if done.step.stream != stream and done.number > clock.get((n, done.step.stream), -1):
+            waits.setdefault(done.step, place)
+            advance(clock, of_pass(n, done.clock))
+    return waits
+
+
+def advance(clock: Clock, other: Clock) -> None:
+    """Adds to a clock what another one holds."""
+    for stream, number in other.items():
+        if number > clock.get(stream, -1):
+            clock[stream] = number
 
 
 def compute_only(steps: Schedule) -> Schedule:
     """Picks the steps of the compute stream, which then wait for nobody."""
     return {step: {} for step in steps if step.computes}
+
+
+class Passes(NamedTuple):
+    """The schedules of a run, in parts that are launched at once. Passes follow each other in any order, so a
+    step also waits for what each of them may have left. Where it waits for a step that its own pass launches
+    later, that of an earlier pass is meant.
+
+    `last_backward`: of a step's last micro batch, which sends gradients away, and which `clip` and `update`
+    follow.
+    """
+
+    evaluation: Schedule
+    forward: Schedule = {}
+    backward: Schedule = {}
+    last_backward: Schedule = {}
+    clip: Schedule = {}
+    update: Schedule = {}
+
+    def compute_only(self) -> "Passes":
+        return Passes(*map(compute_only, self))
+
+
+def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: States,
+              trains: bool = True, orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
+    """Makes the Passes of a stage; without `trains` the evaluation alone. `orders`: the launch orders of a
+    training pass and of an evaluation, where they are not program()'s."""
+    cases = [(fates.of(subsequences, way), layers, subsequences, order, way) for way in (True, False)]
+    train, evaluation = ([*steps] for steps in orders or [program(*case) for case in cases])
+    training, evaluating = (Memory(*case, states) for case in cases)
+    last, update = [*states.with_reductions(train, subsequences)], [*states.update()]
+    made = [(last, training), (update, training)] * trains + [(evaluation, evaluating)]
+    before: list[Left] = []
+    for steps, memory in made:
+        waiting = Waiting(memory)
+        for step in steps:
+            waiting.add(step)
+        before.append(waiting.left())
+
+    def schedule_of(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = before) -> Schedule:
+        waiting = Waiting(memory, before)
+        return {step: waiting.add(step) for step in steps}
+
+    def part(steps: Schedule, back: bool) -> Schedule:
+        return {step: waits for step, waits in steps.items() if step.back == back}
+    tested = schedule_of(evaluation, evaluating)
+    if not trains:
+        return Passes(tested)
+    ended = schedule_of(last, training)
+    earlier = ended if len(last) == len(train) else schedule_of(states.with_sums(train), training)
+    clip, *rest = schedule_of(update, training, before[:1]).items()
+    return Passes(tested, part(ended, False), part(earlier, True), part(ended, True), dict([clip]),
+                  dict(rest))

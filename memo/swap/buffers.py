@@ -12,10 +12,11 @@ import torch
 from memo.activations import Activations
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
-from memo.schedule.program import SWEEP_PLACES, swept_inputs
+from memo.schedule.program import EMBEDDING, SWEEP_PLACES, swept_inputs
+from memo.schedule.states import States
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
-from memo.schedule.waits import Schedule
+from memo.schedule.waits import Passes
 from memo.swap.lending import Lending, of_rows, of_sequences
 from memo.swap.placement import Placement
 from memo.swap.shared_bytes import shared_regions
@@ -45,8 +46,7 @@ class Swap:
     rows between: what lies below a unit and what lies above it; in the backward their gradients. With one
     subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
     with the rows that other stages compute; `x[layer]` are all rows, where the device has them. `missing[k]`:
-    {tensor: the rows to recompute} of unit k. `steps`: the schedule, `evaluation`: that of a forward alone;
-    `executor` runs them.
+    {tensor: the rows to recompute} of unit k. `passes`: the schedules, which `executor` runs.
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
     passes can be made. `numel`: elements of a layer's parameters, with padding. `lending`: what is sent to
@@ -55,7 +55,8 @@ class Swap:
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
                  device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True,
-                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True, numel: int = 0) -> None:
+                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True, numel: int = 0,
+                 states: States | None = None) -> None:
         p, self.layer = placement, layer
         self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
@@ -101,8 +102,8 @@ class Swap:
         self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.pairs = self.swapped_pairs()
-        self.executor = Executor(self.streams, self.label, p.layers_come)
-        self.set_steps(p.schedule(), p.schedule(trains=False))
+        self.executor = Executor(self.streams, self.label)
+        self.set_passes(p.passes(states or States(p.n_layer), gradients))
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this shape at byte `at` of a region."""
@@ -137,12 +138,15 @@ class Swap:
             s.pieces, s.sums = (self.lending.pieces_of(unit, of) for of in (self.lending.keys,
                                                                            self.lending.sums))
 
-    def set_steps(self, steps: Schedule, evaluation: Schedule) -> None:
+    def set_passes(self, passes: Passes) -> None:
         """Makes these the schedules."""
-        self.steps, self.evaluation = steps, evaluation
-        self.executor.expect((steps, evaluation))
+        self.passes = passes
+        self.executor.expect(passes)
 
     def label(self, step: Step) -> str:
+        if step.of_states and step.moved is not Moved.SCALE:  # of a layer, or what counts as one
+            ends = {EMBEDDING: "of the embedding", self.placement.n_layer: "of the head"}
+            return f"{step.kind} {ends.get(step.unit.layer, step.unit.layer)}"
         return f"{step.kind} {self.name(step.unit)}"
 
     def name(self, unit: Unit) -> str:

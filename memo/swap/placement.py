@@ -2,7 +2,7 @@
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
@@ -12,8 +12,9 @@ from typing import Any
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, guest_number
 from memo.schedule.program import STREAM_PLACES, SWEEP_PLACES, Fates, Surroundings, keys_leave
-from memo.schedule.step import Unit
-from memo.schedule.waits import Schedule, schedule
+from memo.schedule.states import States
+from memo.schedule.step import Step, Unit
+from memo.schedule.waits import Passes, Schedule, passes_of, schedule
 from memo.swap.forward_order import (
     ForwardOrder,
     buffers_in_turns,
@@ -349,6 +350,12 @@ class Placement(Surroundings):
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
         return schedule(self.fates, self.n_layer, self.subsequences, self.order, trains)
+
+    def passes(self, states: States, trains: bool = True,
+               orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
+        """Makes the schedules of a run; without `trains`, that of a forward that keeps nothing. `orders`: see
+        passes_of()."""
+        return passes_of(self.fates, self.n_layer, self.subsequences, self.order, states, trains, orders)
 
     def key_place(self, unit: Unit) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
