@@ -240,15 +240,19 @@ class CpuStream:
 
 
 class WorksMark:
-    """The end of messages under way."""
+    """The end of messages under way, for which several threads may wait."""
 
-    def __init__(self, works: Iterable[Works]) -> None:
-        self.works = tuple(works)
+    def __init__(self, works: Works, before: Iterable["WorksMark"]) -> None:
+        self.works, self.lock = works, threading.Lock()
+        self.before = [mark for mark in before if mark.works.works]  # that nobody has waited for
 
     def wait(self) -> None:
         """Returns when all have ended."""
-        for works in self.works:
-            works.wait()
+        for mark in self.before:
+            mark.wait()
+        with self.lock:  # gloo brings a sum in wait(): a second one would bring it again
+            self.works.wait()
+        self.before = []
 
 
 class CpuMessages:
@@ -256,14 +260,15 @@ class CpuMessages:
     have one order on all ranks, and waits before for what they wait for."""
 
     def __init__(self) -> None:
-        self.works: list[Works] = []  # that nobody has waited for
+        self.newest: WorksMark | None = None
 
     def launch(self, label: str, work: Callable[..., Works], *args: Any) -> None:
         """Starts the messages of work(*args)."""
-        self.works = [*(works for works in self.works if works.works), work(*args)]
+        before = [self.newest, *self.newest.before] if self.newest else []
+        self.newest = WorksMark(work(*args), before)
 
     def record(self, event: Event) -> None:
-        event.mark = WorksMark(self.works)
+        event.mark = self.newest
 
     def wait(self, event: Event, label: str = "") -> None:
         """Waits until the last record() of `event` is reached."""
@@ -272,7 +277,8 @@ class CpuMessages:
 
     def close(self) -> None:
         """Waits for all messages."""
-        WorksMark(self.works).wait()
+        if self.newest is not None:
+            self.newest.wait()
 
 
 # --- both ---
