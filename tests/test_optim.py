@@ -38,6 +38,7 @@ def norm_of(cfg):
     model = GPT(cfg, CPU, torch.float32)
     for name, g in views(model.layout, model.grads).items():
         g.normal_(generator=torch.Generator().manual_seed(sum(map(ord, name))))
+    model.reserve(1, cfg.block_size)
     norm = Optimizer(model, cfg).clip(1.0)
     return norm, model.buckets
 
