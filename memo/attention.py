@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from memo.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 from memo.errors import Unusable
 from memo.layer import heads_at_once
+from memo.parallel.visits import Visits
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen; `start`: a ring's
@@ -49,7 +49,7 @@ def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> l
     return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
 
 
-def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
     """The keys and values of other ranks that attend() and attend_backward() of H heads of queries take
     first, for their `coming`; None where they are sent nowhere."""
     if attention.start is None:
@@ -59,8 +59,8 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
     return attention.start(k[:, :, kv], v[:, :, kv])
 
 
-def ends(groups: list[tuple[slice, slice]], h: slice, coming: Any,
-         meanwhile: Callable | None) -> dict[str, Any]:
+def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
+         meanwhile: Callable | None) -> dict[str, object]:
     """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
     given = dict(coming=coming if h is groups[0][0] else None,
                  meanwhile=meanwhile if h is groups[-1][0] else None)
@@ -68,7 +68,7 @@ def ends(groups: list[tuple[slice, slice]], h: slice, coming: Any,
 
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Any = None,
+           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Visits | None = None,
            meanwhile: Callable | None = None) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
     `meanwhile` is called between the blocks of a ring (cp.py)."""
@@ -85,7 +85,7 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                    coming: Any = None, meanwhile: Callable | None = None) -> Gradients:
+                    coming: Visits | None = None, meanwhile: Callable | None = None) -> Gradients:
     """-> dq, dk, dv; `coming`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v:
     each gradient exists once. Groups that share a head of keys and values come one after the other: their
     gradients of it are summed in fp32."""
@@ -229,14 +229,13 @@ def bound(module: ModuleType, name: str, needed: Sequence[str], optional: Sequen
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
     known = parameters_of(function)
-    theirs: dict[str, Any] = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None)
-                              for ours in needed}
-    if lacking := [ours for ours, name_ in theirs.items() if name_ is None]:
+    theirs = {ours: s for ours in needed for s in reversed(SPELLINGS.get(ours, (ours,))) if s in known}
+    if lacking := [ours for ours in needed if ours not in theirs]:
         raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
     required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
     if unknown := [n for n in required if n not in UNUSED]:
         raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
-    fixed: dict[str, Any] = {n: UNUSED[n] for n in required}
+    fixed = {n: UNUSED[n] for n in required}
     theirs |= {ours: ours for ours in optional if ours in known}
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 

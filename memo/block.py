@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
 from memo.layer import KEYS_VALUES, layer_of
-from memo.matmul import matmul_of
+from memo.matmul import Rows, matmul_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
@@ -171,11 +170,11 @@ class Block:
             self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
         return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
-    def kept(self, s: Activations, name: str) -> Any:
+    def kept(self, s: Activations, name: str) -> Rows:
         """The skeletal tensor `name`, an input of products, as they take it."""
         return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
 
-    def columns(self, s: Activations, linears: dict[str, tuple], x: Any, rows: dict[str, slice]) -> None:
+    def columns(self, s: Activations, linears: dict[str, tuple], x: Rows, rows: dict[str, slice]) -> None:
         """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
