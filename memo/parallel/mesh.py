@@ -16,7 +16,6 @@ from memo.launch import Launch, connection_errors, process_group
 from memo.layout import communicators
 from memo.msp import Help, helping_pairs
 from memo.parallel.axis import FOREVER, Axis, T
-from memo.parallel.notes import Communicator, Notes, Program
 
 
 @dataclass(frozen=True)
@@ -160,18 +159,6 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
                 shards=role("shards"), world=role("world"), tied=role("tied"), host=host,
                 peers=axes.get("peers", host), dp=Axis("dp", dp, host.rank // (cp * tp) % dp),
                 pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
-
-
-def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
-    """The Mesh of one of dp * cp * tp ranks, with nobody at the other ends, and the Program that grows with
-    what its axes are asked for."""
-    lines, program = lines_of(tp, cp, dp, metp), Program()
-    axes: dict[str, Axis] = {}
-    for name, carrier in communicators(tp, cp, dp, metp).items():
-        [mine] = [line for line in lines[name] if rank in line]
-        notes = Notes(program, Communicator(carrier, tuple(mine)))
-        axes[name] = Axis(name, len(mine), mine.index(rank), notes=notes)
-    return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
 
 
 def options_of(name: str, backend: str) -> object:
