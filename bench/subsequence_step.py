@@ -142,7 +142,7 @@ def step_regions(N, S=2**13):
     model = GPT(cfg, CPU, torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
-    model.reserve(1, S, placed(cfg, 2, S))
+    model.reserve(1, S, placed(cfg, 2))
     plan_memory(cfg, model)
     spans_of(model, backward=True)  # warms up
     spans = [s for s in spans_of(model, backward=True) if s.kind == "launch"]

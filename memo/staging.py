@@ -29,7 +29,7 @@ from memo.flat import Range, staged_bytes
 from memo.formulas import parameters
 from memo.protocols import Model
 from memo.schedule.step import Step
-from memo.schedule.streams import CpuStream, Event, Streams, Timeline
+from memo.schedule.streams import CpuMark, CpuStream, Event, Streams, Timeline
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.buffers import Pairs, bytes_of, copy_bytes
 from memo.swap.slab import HostSlab, host_bytes
@@ -163,8 +163,8 @@ class Staging:
 
     def fetch(self, k: int, own: Range, part: torch.Tensor) -> None:
         """Copies what is staged of bucket k's Range `own` to `part`, its parameters on the device."""
-        if self.stepped[k].mark is not None:
-            self.worker.wait_for(self.stepped[k].mark)
+        if isinstance(mark := self.stepped[k].mark, CpuMark):
+            self.worker.wait_for(mark)
         copy_bytes(self.slab.pairs(self.weights_at(own), bytes_of(part)))
 
     def arrived(self) -> None:

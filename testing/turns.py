@@ -68,12 +68,13 @@ class ByTurns(CpuStream):
     def put(self, job: Callable, mark: CpuMark | None = None) -> None:
         self.queue.append((job, mark))
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable, *args: object) -> None:
         self.put(partial(work, *args))
 
     def wait(self, event: Event, label: str = "") -> None:
-        if event.mark is not None and self.removed not in (event.name, event.name.rpartition(" ")[0]):
-            self.put(lambda: None, event.mark)
+        mark, names = event.mark, (event.name, event.name.rpartition(" ")[0])
+        if isinstance(mark, CpuMark) and self.removed not in names:
+            self.put(lambda: None, mark)
 
     @property
     def ready(self) -> bool:
@@ -112,6 +113,7 @@ class Racing:
         keys, changed = RACES[race]
         self.late = WAITS[race] | AROUND.get(race, {})
         streams = streams_by_turns()
+        assert isinstance(streams.compute, ByTurns)
         self.streams = streams.compute.streams
         there = dict(states="device", activation="keep", alpha="auto")
         self.expected = self.passes(*self.built(Config(**SHAPE | keys | there), {}))

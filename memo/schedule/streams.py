@@ -8,27 +8,24 @@ come from.
 
 import threading
 import time
-from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
 from memo.schedule.spans import Span
 
-Streams = namedtuple("Streams", "compute offload prefetch timeline send receive lanes",
-                     defaults=(None, None, MappingProxyType({})))
+T = TypeVar("T")
 
 
-def stream_named(streams: Streams, name: str) -> Any:
-    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
+class Mark(Protocol):
+    """Names what a Timeline needs of a mark in a stream."""
 
+    done: Callable[[], bool]
 
-def between_stages(streams: Streams) -> list:
-    """The streams of messages to and from other stages."""
-    return [one for one in (streams.send, streams.receive, *streams.lanes.values()) if one is not None]
+    def seconds_since(self, other: Self) -> float: ...
 
 
 class Event:
@@ -37,7 +34,7 @@ class Event:
 
     def __init__(self, name: str, kind: str = "wait") -> None:
         self.name, self.kind = name, kind
-        self.mark: Any = None  # a CudaMark or CpuMark
+        self.mark: Mark | None = None
 
 
 class Timeline:
@@ -45,10 +42,10 @@ class Timeline:
     them."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple] = []
+        self.spans: list[tuple[str, str, str, Mark, Mark]] = []
 
-    def add(self, *span: Any) -> None:  # stream's name, kind, label, mark before, mark behind
-        self.spans.append(span)
+    def add(self, stream: str, kind: str, label: str, before: Mark, behind: Mark) -> None:
+        self.spans.append((stream, kind, label, before, behind))
 
     def clear(self) -> None:
         self.spans.clear()
@@ -62,8 +59,7 @@ class Timeline:
     def take(self) -> list[Span]:
         """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
         spans, self.spans = self.spans, []
-        first = spans[0][3] if spans else None
-        return [Span(stream, kind, label, before.seconds_since(first), behind.seconds_since(first))
+        return [Span(stream, kind, label, *(mark.seconds_since(spans[0][3]) for mark in (before, behind)))
                 for stream, kind, label, before, behind in spans]
 
 
@@ -83,14 +79,14 @@ class CudaStream:
     def __init__(self, name: str, timeline: Timeline, stream: torch.cuda.Stream) -> None:
         self.name, self.timeline, self.stream = name, timeline, stream
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable, *args: object) -> None:
         """Queues work(*args)."""
         before = CudaMark(self.stream)
         with torch.cuda.stream(self.stream):
             work(*args)
         self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
-    def call(self, work: Callable, *args: Any) -> Any:
+    def call(self, work: Callable[..., T], *args: object) -> T:
         """work(*args) by the caller, its messages and kernels behind all that was launched."""
         with torch.cuda.stream(self.stream):
             return work(*args)
@@ -100,7 +96,7 @@ class CudaStream:
 
     def wait(self, event: Event, label: str = "") -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached."""
-        if event.mark is not None:
+        if isinstance(event.mark, CudaMark):
             before = CudaMark(self.stream)
             self.stream.wait_event(event.mark.event)
             self.timeline.add(self.name, event.kind, label or event.name, before, CudaMark(self.stream))
@@ -164,13 +160,13 @@ class CpuStream:
         self.put(lambda: mark.reach(self.error))
         return mark
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable, *args: object) -> None:
         """Queues work(*args)."""
         before = self.put_mark()
         self.put(lambda: self.error or work(*args))
         self.timeline.add(self.name, "launch", label, before, self.put_mark())
 
-    def call(self, work: Callable, *args: Any) -> Any:
+    def call(self, work: Callable[..., T], *args: object) -> T:
         """work(*args) by the caller, behind all that was launched."""
         self.synchronize()
         return work(*args)
@@ -181,7 +177,7 @@ class CpuStream:
     def wait(self, event: Event, label: str = "") -> None:
         """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what
         went wrong before it in its stream."""
-        if event.mark is not None:
+        if isinstance(event.mark, CpuMark):
             before = self.put_mark()
             self.put(lambda mark=event.mark: self.wait_for(mark))
             self.timeline.add(self.name, event.kind, label or event.name, before, self.put_mark())
@@ -206,15 +202,37 @@ class CpuStream:
 
 # --- both ---
 
+Stream = CudaStream | CpuStream
+
+
+class Streams(NamedTuple):
+    """The streams of a device; `send`, `receive` and `lanes` carry messages between stages."""
+
+    compute: Stream
+    offload: Stream
+    prefetch: Stream
+    timeline: Timeline
+    send: Stream | None = None
+    receive: Stream | None = None
+    lanes: Mapping[str, Stream] = MappingProxyType({})
+
+
+def stream_named(streams: Streams, name: str) -> Stream:
+    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
+
+
+def between_stages(streams: Streams) -> list[Stream]:
+    """The streams of messages to and from other stages."""
+    return [one for one in (streams.send, streams.receive, *streams.lanes.values()) if one is not None]
+
+
 def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:
     """The streams of a device, with `messages` also those to and from other stages, and `lanes` more of such.
     Compute is the one that torch uses anyway, on the CPU the calling thread."""
-    timeline, side = Timeline(), dict[str, CudaStream | CpuStream]()
-    compute: CudaStream | CpuStream
+    timeline, side = Timeline(), dict[str, Stream]()
+    compute: Stream = CpuStream("compute", timeline, threaded=False)
     if device.type == "cuda":
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
-    else:
-        compute = CpuStream("compute", timeline, threaded=False)
     for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
         # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
         # shared one would wait for each other
