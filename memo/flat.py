@@ -160,9 +160,9 @@ def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> 
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 
-def joined(ranges: Iterable[tuple]) -> list[tuple]:
+def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
     """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
-    made: list[tuple] = []
+    made: list[tuple[int, int, bool]] = []
     for start, end, what in ranges:
         if made and made[-1][1:] == (start, what):
             start = made.pop()[0]

@@ -4,12 +4,11 @@ import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import Field
 from pathlib import Path
-from typing import Any
 
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
 from memo.errors import ConfigError
 from memo.huggingface import OWN, check_reach, model_keys
-from memo.keys import check_value, columns, typed
+from memo.keys import Keys, Value, check_value, columns, typed
 from memo.literals import assignments
 from memo.manifest import newest
 from memo.rope import parse_scaling
@@ -24,7 +23,7 @@ def known_key(name: str, where: str) -> Field:
     return KEYS[name]
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_file(path: str) -> Keys:
     """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
     assignments to known keys."""
     given = {}
@@ -39,7 +38,7 @@ def read_file(path: str) -> dict[str, Any]:
     return given
 
 
-def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+def read_keys(argv: list[str]) -> tuple[str | None, Keys]:
     """(config file or None, {key: value}) of a command line."""
     path, values = None, {}
     for arg in argv:
@@ -56,15 +55,15 @@ def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     return path, values
 
 
-def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
+def stored_config(stored: Keys, **changes: Value) -> Config:
     """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
     left out. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def meaning(keys: Mapping[str, Any], name: str) -> Any:
+def meaning(keys: Keys, name: str) -> Value:
     """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
-    model = {k: f.default for k, f in KEYS.items()} | dict(keys)
+    model: Keys = {k: f.default for k, f in KEYS.items()} | dict(keys)
     match name:
         case "rope_scaling":
             return parse_scaling(model[name])
@@ -77,8 +76,7 @@ def meaning(keys: Mapping[str, Any], name: str) -> Any:
     return model[name]
 
 
-def starting_keys(given: dict[str, Any], typed_in: Collection[str],
-                  passed_over: Mapping[Path, str]) -> dict[str, Any]:
+def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[Path, str]) -> Keys:
     """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
     given keys that stand on the command line."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
@@ -111,7 +109,7 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
     return {k: v for k, v in base.items() if k in KEYS and k != "allow_other_data"}  # it is for one command
 
 
-def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
+def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
     """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
     counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
     warmup is cut to the length of the decay."""

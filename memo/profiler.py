@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.schedule.step import Unit
@@ -164,7 +163,7 @@ def measured_states(model: Model) -> StateSeconds:
     assert isinstance(optimizer, Optimizer)
     embedding, layer, *_, head = (end - start for start, end in model.buckets)
 
-    def seconds(move: Callable, *args: Any) -> float:
+    def seconds(move: Callable, *args: object) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
     found = StateSeconds(seconds(optimizer.bring_weights), seconds(optimizer.leave),
                          seconds(optimizer.bring_sums, True) * (model.micro_batches > 1),

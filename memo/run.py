@@ -7,7 +7,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, Any
+from typing import IO
 from uuid import uuid4
 
 import torch
@@ -29,6 +29,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import load_json, own_folder, read_text
 from memo.huggingface import CONFIG, OWN, own_files
+from memo.keys import Keys
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
@@ -37,7 +38,7 @@ from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.origin import code, differences
 from memo.out_dir import LOCK, check_shared, is_locked, lock
-from memo.parallel.axis import Axis
+from memo.parallel.axis import Axis, T
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
@@ -164,7 +165,7 @@ def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     return together(host, check_room, found, launch, why)
 
 
-def choice_before(ckpt: checkpoint.Checkpoint | None) -> dict[str, Any]:
+def choice_before(ckpt: checkpoint.Checkpoint | None) -> Keys:
     """The keys of a checkpoint; "asked" is among them where some were chosen. The key `states` is younger
     than others: without it these were on the device, and nothing else was asked for."""
     stored = dict(ckpt.config) if ckpt else {}
@@ -236,22 +237,22 @@ def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Pa
     return host.objects(found)[0]
 
 
-def check_ranks(host: Axis, check: Callable) -> tuple[Any, dict[Path, str]]:
+def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
     """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
     passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 
-    def attempt() -> tuple[Checked | None, tuple[Path, str] | None]:
+    def attempt() -> tuple[T | None, tuple[Path, str] | None]:
         try:
             return check(passed_over), None
         except Damaged as e:
             return None, (e.folder, str(e))
     while True:
         found, damaged = together(host, attempt)
-        damaged = [d for d in host.objects(damaged) if d]
-        if not damaged:
+        everywhere = [d for d in host.objects(damaged) if d]
+        if found is not None and not everywhere:
             return found, passed_over
-        passed_over |= dict(damaged[:1])
+        passed_over |= dict(everywhere[:1])
 
 
 def set_aside(passed_over: dict[Path, str]) -> None:

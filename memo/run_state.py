@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -15,6 +15,7 @@ from memo.decide import Decision
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.files import plain_name
+from memo.keys import Keys
 from memo.optim import Optimizer
 from memo.parallel.mesh import Mesh
 from memo.protocols import Model
@@ -34,11 +35,11 @@ class Checked:
     speaks: bool  # whether this rank prints, logs and draws: rank 0
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
-    kernels: dict[str, Any]  # keys that name those of the run
-    origin: dict[str, Any]  # see memo/origin.py
+    kernels: Keys  # keys that name those of the run
+    origin: dict[str, object]  # see memo/origin.py
     host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
     expected: Estimate | None = None
-    asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
+    asked: Keys = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
 
@@ -68,7 +69,7 @@ class Run(Checked):
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
 
     @property
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Keys:
         """The keys of config.json and of checkpoints."""
         wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
         about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,

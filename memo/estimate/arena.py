@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from memo import backends
 from memo.config import SUBSEQUENCE_KEYS, Config
@@ -23,6 +23,7 @@ from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
 from memo.files import cache_folder, keep_json, kept_json
+from memo.keys import Keys
 from memo.layer import (
     CHUNK_ROWS,
     METP_ROWS,
@@ -80,7 +81,7 @@ class ArenaBytes(NamedTuple):
 
 
 ArenaOf = Callable[[Config, Machine], ArenaBytes]
-TraceOf = Callable[[dict[str, Any]], Trace]
+TraceOf = Callable[[Keys], Trace]
 
 
 # --- the arena of temporary tensors ---
@@ -126,7 +127,7 @@ def end(process: subprocess.Popen) -> None:
         pass
 
 
-def trace_elsewhere(keys: dict[str, Any]) -> Trace:
+def trace_elsewhere(keys: Keys) -> Trace:
     """The Trace of the keys of traced_arena, by another process. Errors: ConfigError."""
     if tracer()[0].poll() is not None:  # it died meanwhile
         tracer.cache_clear()
@@ -167,7 +168,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     return arena
 
 
-def checked_arena_bytes(stored: dict[str, Any], keys: dict[str, Any]) -> ArenaBytes:
+def checked_arena_bytes(stored: Keys, keys: Keys) -> ArenaBytes:
     """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
     keys."""
     arena = ArenaBytes(**stored["arena"])

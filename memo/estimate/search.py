@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
-from typing import Any
 
 from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
@@ -19,11 +18,12 @@ from memo.estimate.pipeline_seconds import least_s
 from memo.estimate.room import chosen_if_fits
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import tgs
+from memo.keys import Keys, Value
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 # the last one does what is best of the others, and is the one that several stages have
-MODES: tuple[dict[str, Any], ...] = (
+MODES: tuple[Keys, ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
     dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
 MOST_RANKS, MOST_WORK = 2**14, 2**18  # of a search; layers of all its layouts
@@ -31,7 +31,7 @@ FARTHEST = MODES[1], MODES[-1]  # with the longest contexts: recompute where the
 Suits = Callable[[Estimate], bool]
 
 
-def config_with(cfg: Config, **keys: Any) -> Config | None:
+def config_with(cfg: Config, **keys: Value) -> Config | None:
     """The config with other keys; None where these cannot be."""
     try:
         return replace(cfg, **keys)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -121,7 +120,7 @@ class NoArena:
 
     plans = ()
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable, *args: object) -> object:
         return work(*args)
 
     def settle(self) -> bool:
@@ -159,7 +158,7 @@ class Arena:
         if self.stats().requests != 1:
             raise Unavailable("this torch's allocator has another interface")
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable, *args: object) -> object:
         """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
         not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
