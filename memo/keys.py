@@ -31,24 +31,24 @@ def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] 
                                                 below=below, most=most, why=why, auto=auto))
 
 
-def option(name: str, kind: type, default: Value = None, help: str = "", **bounds: Value) -> Field:
+def option(name: str, kind: type, default: Value = None, help: str = "", **bounds: Value) -> Field[Value]:
     """A key outside the configuration, of `kind` int, float, bool or str."""
-    f = key(default, help, **bounds)
+    f: Field[Value] = key(default, help, **bounds)
     f.name, f.type = name, kind
     return f
 
 
-def kind_of(f: Field) -> type:
+def kind_of(f: Field[Value]) -> type:
     """int, float, bool or str."""
     assert isinstance(f.type, type)
     return f.type
 
 
-def may_be_auto(f: Field) -> bool:
+def may_be_auto(f: Field[Value]) -> bool:
     return f.type in (int, float) and (f.default == "auto" or f.metadata["auto"])
 
 
-def type_name(f: Field) -> str:
+def type_name(f: Field[Value]) -> str:
     """The type of a key, for a message."""
     return f"{kind_of(f).__name__} or auto" if may_be_auto(f) else kind_of(f).__name__
 
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_value(f: Field, value: Value) -> None:
+def check_value(f: Field[Value], value: Value) -> None:
     """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
@@ -99,7 +99,7 @@ def number_of(text: str, kind: type = int) -> Value:
     return kind(text)
 
 
-def typed(f: Field, value: Value, where: str) -> Value:
+def typed(f: Field[Value], value: Value, where: str) -> Value:
     """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
     kind = kind_of(f)
     if kind is float and type(value) is int and abs(value) < 2**63:

@@ -15,8 +15,8 @@ class Work(NamedTuple):
     """What a step does: call(*arguments), called `label` in the timeline."""
 
     label: str
-    call: Callable
-    arguments: tuple
+    call: Callable[..., object]
+    arguments: tuple[object, ...]
 
 
 class Executor:

@@ -9,6 +9,7 @@ come from.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar
@@ -72,14 +73,15 @@ class CudaMark:
         self.done = self.event.query
 
     def seconds_since(self, other: "CudaMark") -> float:
-        return other.event.elapsed_time(self.event) / 1e3
+        milliseconds: float = other.event.elapsed_time(self.event)
+        return milliseconds / 1e3
 
 
 class CudaStream:
     def __init__(self, name: str, timeline: Timeline, stream: torch.cuda.Stream) -> None:
         self.name, self.timeline, self.stream = name, timeline, stream
 
-    def launch(self, label: str, work: Callable, *args: object) -> None:
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
         """Queues work(*args)."""
         before = CudaMark(self.stream)
         with torch.cuda.stream(self.stream):
@@ -135,7 +137,7 @@ class CpuStream:
     def __init__(self, name: str, timeline: Timeline, threaded: bool = True) -> None:
         self.name, self.timeline, self.threaded = name, timeline, threaded
         self.error: BaseException | None = None
-        self.jobs: SimpleQueue[Callable | None] = SimpleQueue()
+        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.worker: threading.Thread | None = None  # started by the first job
 
     def run(self) -> None:
@@ -146,7 +148,7 @@ class CpuStream:
                 self.error = self.error or e
             job = None  # noqa: F841  a job holds its tensors, and the next one may be long in coming
 
-    def put(self, job: Callable) -> None:
+    def put(self, job: Callable[[], object]) -> None:
         if not self.threaded:
             job()
             return
@@ -160,7 +162,7 @@ class CpuStream:
         self.put(lambda: mark.reach(self.error))
         return mark
 
-    def launch(self, label: str, work: Callable, *args: object) -> None:
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
         """Queues work(*args)."""
         before = self.put_mark()
         self.put(lambda: self.error or work(*args))
@@ -179,7 +181,7 @@ class CpuStream:
         went wrong before it in its stream."""
         if isinstance(event.mark, CpuMark):
             before = self.put_mark()
-            self.put(lambda mark=event.mark: self.wait_for(mark))
+            self.put(partial(self.wait_for, event.mark))
             self.timeline.add(self.name, event.kind, label or event.name, before, self.put_mark())
 
     @staticmethod

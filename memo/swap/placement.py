@@ -203,7 +203,7 @@ class Placement(Surroundings):
         return frozenset(sorted(range(max(0, self.n_swapped)), key=self.likes.__getitem__)[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[tuple, list[tuple[int, int]]]:
+    def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
         """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
@@ -327,7 +327,7 @@ class Placement(Surroundings):
     @cached_property
     def like(self) -> list[int]:
         """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
-        firsts: dict[tuple, int] = {}
+        firsts: dict[tuple[object, ...], int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
         return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
                                    unit in self.stream_rows), k)
