@@ -148,7 +148,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         return True
     if take(adaptive, 1.0):
         return found
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[bool, bool, int], list[int]] = {}
     for k in adaptive:
         alike.setdefault(stages[k].cfg.stage_kind, []).append(k)
     for those in alike.values():

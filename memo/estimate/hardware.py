@@ -268,7 +268,7 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
 
 def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value) -> Machine:
     """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
-    ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
+    ranks. Each figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
     Errors: ConfigError with the nearest names."""
     if "device_memory_bytes" in figures:
         figures["memory_bytes"] = figures.pop("device_memory_bytes")
