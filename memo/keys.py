@@ -39,7 +39,7 @@ def option(name: str, kind: type, default: Value = None, help: str = "", **bound
 
 
 def kind_of(f: Field[Value]) -> type:
-    """int, float, bool or str."""
+    """Finds the type of a key: int, float, bool or str."""
     assert isinstance(f.type, type)
     return f.type
 

@@ -17,11 +17,11 @@ from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.files import load_json
-from memo.keys import Keys, check_value, columns, kind_of, number_of, option, shown
+from memo.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
 from memo.load_config import load_keys
 
 
-def figure(name: str) -> Field:
+def figure(name: str) -> Field[Value]:
     """The option of a figure of the hardware, with generous bounds."""
     if name.endswith("memory_bytes"):
         return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
@@ -51,7 +51,7 @@ def estimate_help() -> str:
     return f"{__doc__.strip()}\n\n{columns(rows)}"
 
 
-def read_number(f: Field, text: str) -> float:
+def read_number(f: Field[Value], text: str) -> float:
     """A number as in 2e12, of option `f`. Errors: ConfigError."""
     try:
         value = number_of(text, float)
@@ -199,8 +199,8 @@ def main(argv: list[str]) -> int:
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     if options.get("program"):
         p = got.placement
-        out["program"] = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
-        lines += ["", *out["program"]]
+        out["program"] = program = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
+        lines += ["", *program]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
         for path in draw_estimate(got, machine, world, most, options["plot"]):

@@ -110,7 +110,7 @@ def source_digest() -> bytes:
 
 
 @cache
-def tracer() -> tuple[subprocess.Popen, IO[str]]:
+def tracer() -> tuple[subprocess.Popen[str], IO[str]]:
     """(a process that traces, and stays, for it needs torch, which takes seconds to import; its stderr).
     The process ends with this one."""
     errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
@@ -121,7 +121,7 @@ def tracer() -> tuple[subprocess.Popen, IO[str]]:
     return process, errors
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """Closes its stdin, with which it ends, and waits for it."""
     with suppress(OSError), process:
         pass

@@ -146,10 +146,11 @@ BLACKWELL_TFLOPS = {
     "flash_attn_4 full deterministic backward": (1194, 1381, 1393, 1238)}
 
 
-Part = float | list[tuple[int, float]]  # of a peak, of all sizes or of each
+Point = tuple[float, float]  # size, and what there is at it
+Part = float | list[Point]  # of a peak, of all sizes or of each
 
 
-def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[int, float]]]:
+def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
     """{operation: [(keys, its part of a peak of `tflops`)]}."""
     return {op: [(keys, rate / tflops) for keys, rate in zip(KEYS_OF_TFLOPS, rates, strict=True)]
             for op, rates in kernels.items()}
@@ -183,7 +184,7 @@ CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
 
 
-def parts_by_size(part: Part, of: float) -> list[tuple[int, float]]:
+def parts_by_size(part: Part, of: float) -> list[Point]:
     """[(size, part of a peak `of`)], where one part stands for all sizes."""
     return [(size, of * p) for size, p in (part if isinstance(part, list) else [(1, part)])]
 
@@ -193,8 +194,9 @@ class Speeds:
     are not listed those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of
     one kernel, at least. `itemsize`: of the dtype that they are for."""
 
-    def __init__(self, table: Mapping[str, Sequence], overhead_s: float = 0.0, itemsize: int = 2) -> None:
-        self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
+    def __init__(self, table: Mapping[str, Sequence[Point]], overhead_s: float = 0.0,
+                 itemsize: int = 2) -> None:
+        self.table = {op: sorted((size, rate) for size, rate in points) for op, points in table.items()}
         self.overhead_s, self.itemsize = overhead_s, itemsize
 
     def rate(self, op: str, size: float = 1) -> float:
@@ -203,7 +205,8 @@ class Speeds:
         for (a, slow), (b, fast) in pairwise(points):
             if size < b:
                 part = max(0.0, math.log(size / a) / math.log(b / a))
-                return slow ** (1 - part) * fast**part
+                between: float = slow ** (1 - part) * fast**part
+                return between
         return points[-1][1]
 
     def seconds(self, op: str, amount: float, size: float = 1) -> float:

@@ -208,7 +208,7 @@ Stream = CudaStream | CpuStream
 
 
 class Streams(NamedTuple):
-    """The streams of a device; `send`, `receive` and `lanes` carry messages between stages."""
+    """Holds the streams of a device; `send`, `receive` and `lanes` carry messages between stages."""
 
     compute: Stream
     offload: Stream

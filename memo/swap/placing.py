@@ -53,8 +53,8 @@ def swaps_layers(cfg: Config) -> bool:
 
 
 def all_kept(cfg: Config, B: int, T: int) -> Placement:
-    """The Placement of B sequences, of which a rank of cp holds T tokens each, in as many buffers as units:
-    nobody takes turns, nothing is copied."""
+    """Makes the Placement of B sequences, of which a rank of cp holds T tokens each, in as many buffers as
+    units: nobody takes turns, nothing is copied."""
     cuts = unit_rows(cfg, B, T)
     placement = Placement(len(cfg.layers), 1, B * T // cfg.tp, cuts=cuts if len(cuts) > 1 else (),
                           order="layer" if cfg.by_layer else "subsequence", dealt=keys_dealt(cfg),
