@@ -31,6 +31,8 @@ Attention = namedtuple("Attention", "name forward backward heads takes_out label
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
+Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]  # that of an ops.Ops
+Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see cp.py
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +62,7 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
 
 
 def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
-         meanwhile: Callable | None) -> dict[str, object]:
+         meanwhile: Meanwhile | None) -> dict[str, object]:
     """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
     given = dict(coming=coming if h is groups[0][0] else None,
                  meanwhile=meanwhile if h is groups[-1][0] else None)
@@ -69,7 +71,7 @@ def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
            scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Visits | None = None,
-           meanwhile: Callable | None = None) -> None:
+           meanwhile: Meanwhile | None = None) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
     `meanwhile` is called between the blocks of a ring (cp.py)."""
     B, T, H, D = q.shape
@@ -85,7 +87,7 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                    coming: Visits | None = None, meanwhile: Callable | None = None) -> Gradients:
+                    coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> Gradients:
     """-> dq, dk, dv; `coming`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v:
     each gradient exists once. Groups that share a head of keys and values come one after the other: their
     gradients of it are summed in fp32."""
@@ -217,12 +219,13 @@ UNUSED = dict.fromkeys(
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
 
 
-def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """{name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-def bound(module: ModuleType, name: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Callable:
+def bound(module: ModuleType, name: str, needed: Sequence[str],
+          optional: Sequence[str] = ()) -> Callable[..., Result]:
     """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of
     `optional` those that it has. Errors: Unusable where its parameters are others."""
     if not hasattr(module, name):

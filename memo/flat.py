@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from memo.config import MODEL_KEYS, Config
+from memo.keys import Value
 from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
 
@@ -89,7 +90,8 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
 
 
 @lru_cache(64)  # a search asks again and again
-def known_layout(keys: tuple, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def known_layout(keys: tuple[Value, ...], tp: int,
+                 data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """The same, of the values of STAGE_KEYS."""
     parameters = model_parameters(Config(**dict(zip(STAGE_KEYS, keys, strict=True))))
     layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)

@@ -19,6 +19,7 @@ from memo.parallel.axis import Axis, Works
 Rows: TypeAlias = torch.Tensor | fp8.Quantised  # what products take of an input
 RowGradients: TypeAlias = torch.Tensor | fp8.Gradient  # of the gradient of a result
 Part: TypeAlias = torch.Tensor | fp8.Matrix  # a rank's part of a matrix, or of a bias
+Linear = tuple[Part, torch.Tensor | None]  # a matrix, and a bias
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
                               "forward input_gradient weight_gradient as_one")

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from memo.activations import Activations, Weights
-from memo.attention import Attention, Gradients, attend, attend_backward, start_keys
+from memo.attention import Attention, Gradients, Meanwhile, attend, attend_backward, start_keys
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of, makes_queries_early
@@ -42,6 +42,9 @@ from memo.parallel.metp import (
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
+
+# a group, its matrices, [k, v] where they lie in no pieces, and those that come from the other ranks
+WithKeys = tuple[Heads, Matrices, Sequence[torch.Tensor], Visits | None]
 
 
 class MetpBlock(Block):
@@ -82,7 +85,7 @@ class MetpBlock(Block):
 
     def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         names = self.names_of("kv")
-        coming = self.broadcasts(self.own_parts(*names), *names, keys_at=lambda group: group.first)
+        coming = self.broadcasts(self.own_parts(*names), names, lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices, turn)
@@ -98,8 +101,7 @@ class MetpBlock(Block):
 
         def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
             projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
-        coming = self.broadcasts(own, *names, keys_at=lambda group: group.first or not s.pieces,
-                                 behind=behind)
+        coming = self.broadcasts(own, names, lambda group: group.first or not s.pieces, behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
         normed = self.matmul.rows(memory[None])
         ahead = self.groups_ahead(coming, s, normed, turn)
@@ -119,16 +121,16 @@ class MetpBlock(Block):
                 attend_prefix(self.prefix_at(s, turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
                 attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
-                       others and meanwhile)
+                       meanwhile if others else None)
             del q, kv, others
         projection.add()
 
     def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Rows,
-                     turn: torch.Tensor | None) -> Ahead:
+                     turn: torch.Tensor | None) -> Ahead[WithKeys]:
         """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
         has its keys on their way beside the group before."""
-        def send_keys(item: tuple[Heads, Matrices]) -> tuple:
+        def send_keys(item: tuple[Heads, Matrices]) -> WithKeys:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
@@ -185,8 +187,8 @@ class MetpBlock(Block):
     def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
-        coming = self.broadcasts(own, *self.projections, "proj_w",
-                                 keys_at=lambda group: group.last or not s.pieces)
+        coming = self.broadcasts(own, [*self.projections, "proj_w"],
+                                 lambda group: group.last or not s.pieces)
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
         home = self.mlp_half_backward(visits, own, dy, s, dx)
         del own  # of the MLP
@@ -233,7 +235,7 @@ class MetpBlock(Block):
             if others is None:  # there is no ring to do it in
                 self.send_projection_gradient(heads, taken, s, home)
             gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
-                                                   others and meanwhile)
+                                                   meanwhile if others else None)
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
@@ -260,7 +262,7 @@ class MetpBlock(Block):
         return s.x
 
     def with_queries(self, dy: RowGradients, s: Activations, normed: Rows, turn: torch.Tensor | None,
-                     item: tuple) -> tuple:
+                     item: WithKeys) -> tuple[*WithKeys, torch.Tensor, torch.Tensor]:
         """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
@@ -283,7 +285,7 @@ class MetpBlock(Block):
     def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
                               q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
-                              meanwhile: Callable | None) -> Gradients:
+                              meanwhile: Meanwhile | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
@@ -315,9 +317,10 @@ class MetpBlock(Block):
         """The rank's part of the MLP, of parameters or gradients."""
         return [of[name] for name in self.mlp_names]
 
-    def broadcasts(self, own: dict[str, Part], *names: str, **how: Callable) -> Broadcasts:
+    def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
+                   behind: Callable[[Heads], None] = lambda group: None) -> Broadcasts:
         mine = {name: own[name] for name in names}
-        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, **how)
+        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, keys_at, behind)
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""

@@ -50,7 +50,7 @@ class Work(Protocol):
 class InThread:
     """A message that a thread waits for."""
 
-    done: Future
+    done: Future[list[object]]
 
     def wait(self) -> object:
         """Waits until the message is through; raises what the thread raised."""
@@ -90,7 +90,7 @@ def borrowed(t: torch.Tensor) -> torch.Tensor:
 CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 
-def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
+def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: torch.Tensor,
                      group: dist.ProcessGroup) -> Work:
     """The work of call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
@@ -113,8 +113,8 @@ class Axis:
     sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
                                        compare=False, repr=False)
 
-    def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
-              **ends: int) -> Works[torch.Tensor]:
+    def start(self, kind: str, sent_bytes: int, call: Callable[..., Work], received: torch.Tensor,
+              sent: torch.Tensor, **ends: int) -> Works[torch.Tensor]:
         """Works of call(received, sent). `kind`, `ends`: see noted()."""
         self.sent_bytes += sent_bytes
         if self.group is None:
@@ -215,7 +215,7 @@ class Axis:
         """Works of `out`, which the other rank of two sends."""
         return self.to_other("receive", dist.irecv, out)
 
-    def to_other(self, kind: str, call: Callable,
+    def to_other(self, kind: str, call: Callable[..., Work],
                  tensors: Sequence[torch.Tensor]) -> Works[Sequence[torch.Tensor]]:
         end, other = ("to" if kind == "send" else "source"), 1 - self.rank
         nbytes = sum(x.nbytes for x in tensors)
@@ -249,6 +249,6 @@ class Axis:
         if self.group is None:
             return [value]
         come(self.line, "objects")
-        values: list = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

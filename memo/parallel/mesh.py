@@ -117,7 +117,7 @@ class Mesh:
             return []
         values = [value]
         for rank in first[1:]:
-            received: list = [None]
+            received = [value]
             dist.recv_object_list(received, group=self.host.group, group_src=rank)
             values += received
         return values

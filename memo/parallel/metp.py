@@ -22,7 +22,7 @@ import torch
 
 from memo.activations import Weights
 from memo.layer import METP_ROWS
-from memo.matmul import Matmul, Part, Rows
+from memo.matmul import Linear, Matmul, Part, Rows
 from memo.parallel.axis import Axis, Hop, T, Works
 from memo.parallel.rows import cut
 from memo.parallel.tp import bias_backward
@@ -46,16 +46,16 @@ def row_pieces(n: int) -> list[slice]:
     return cut(0, n, most=METP_ROWS)
 
 
-def hidden_of(matmul: Matmul, x: Rows, ins: Sequence[tuple], like: torch.Tensor) -> list[torch.Tensor]:
+def hidden_of(matmul: Matmul, x: Rows, ins: Sequence[Linear], like: torch.Tensor) -> list[torch.Tensor]:
     """x w^T + b of several linears [(w, b or None)], with as many rows as `like`, of its dtype."""
     return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
 
-def linears(matrices: Sequence[Part]) -> tuple[list[tuple], Part]:
+def linears(matrices: Sequence[Part]) -> tuple[list[Linear], Part]:
     """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of
     an MLP: each bias follows its matrix."""
     *front, last = matrices
-    ins: list[tuple] = []
+    ins: list[Linear] = []
     for t in front:
         if t.dim() == 1:
             ins[-1] = ins[-1][0], t
@@ -201,7 +201,7 @@ class Matrices(Mapping[str, Part]):
 
     def __init__(self) -> None:
         self.columns: dict[str, Part] = {}
-        self.works = defaultdict[str, list[Works]](list)  # by the first letter of the names
+        self.works = defaultdict[str, list[Works[torch.Tensor]]](list)  # by the first letter of the names
 
     def __getitem__(self, name: str) -> Part:
         for work in self.works.pop(name[0], ()):
@@ -222,8 +222,7 @@ class Broadcasts:
     rank's part of it}."""
 
     def __init__(self, matmul: Matmul, axis: Axis, own: dict[str, Part], groups: Sequence[Heads], D: int,
-                 keys_at: Callable[[Heads], bool] = lambda group: True,
-                 behind: Callable[[Heads], None] = lambda group: None) -> None:
+                 keys_at: Callable[[Heads], bool], behind: Callable[[Heads], None]) -> None:
         self.matmul, self.axis, self.own, self.groups, self.D = matmul, axis, own, groups, D
         self.keys_at, self.behind = keys_at, behind
         self.coming = [self.start(groups[0])]

@@ -17,14 +17,14 @@ Where stages compute for each other, a subsequence may have several slices, with
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
 from memo.activations import Pieces
-from memo.attention import Attention, Result, slices_of_heads
+from memo.attention import Attention, Merge, Result, slices_of_heads
 from memo.parallel.axis import Axis, Hop
 from memo.parallel.cp import meeting_parts, summed, to_heads, to_tokens
 
@@ -104,7 +104,7 @@ def rows_met(pieces: Pieces, last: Meeting) -> slice:
     return last[0] if len(pieces) == 1 else EVERYTHING
 
 
-def pieces_forward(attention: Attention, merge: Callable, q: torch.Tensor, pieces: Pieces, scale: float,
+def pieces_forward(attention: Attention, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
                    last: Meeting = DIAGONAL) -> Result:
     """Of the rows_met: out, fp32 where there are several pieces, and lse."""
     for number, (k, v) in enumerate(pieces, 1):
@@ -186,7 +186,7 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, Sequence[tor
     return come(axis.shift(*(t.contiguous() for t in own)))
 
 
-def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, pieces: Pieces,
+def passing_forward(attention: Attention, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
                     scale: float) -> Result:
     attend, (B, T, H, _) = partial(pieces_forward, attention, merge), q.shape
     coming = visitors(axis, q)
@@ -236,7 +236,7 @@ def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
 
 # --- Ulysses: pieces of all tokens, of a rank's heads ---
 
-def dealt_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, pieces: Pieces,
+def dealt_forward(attention: Attention, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
                   scale: float) -> Result:
     B, T, H, _ = q.shape
     out, lse = pieces_forward(attention, merge, to_heads(axis, q), pieces, scale)
@@ -272,7 +272,7 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
     return k.copy_(dk), v.copy_(dv)
 
 
-def over_prefix(attention: Attention, axis: Axis, kind: str, merge: Callable) -> PrefixAttention:
+def over_prefix(attention: Attention, axis: Axis, kind: str, merge: Merge) -> PrefixAttention:
     """`attention`, of one rank, over a prefix whose tokens all ranks of `axis` share. `kind`: ring or
     ulysses; `merge`: that of an ops.Ops."""
     if axis.size == 1:

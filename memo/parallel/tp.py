@@ -32,14 +32,15 @@ def pieces_at_once(axis: Axis, device: torch.device) -> int:
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
-def in_turns(axis: Axis, device: torch.device, first: int, end: int, work: Callable) -> None:
+def in_turns(axis: Axis, device: torch.device, first: int, end: int,
+             work: Callable[[slice], Iterator[None]]) -> None:
     """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
     message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
     tensor they add in their order."""
     at_once = pieces_at_once(axis, device)
-    under_way: deque[Iterator] = deque()
+    under_way: deque[Iterator[None]] = deque()
 
-    def go_on(piece: Iterator) -> None:
+    def go_on(piece: Iterator[None]) -> None:
         if next(piece, "ended") != "ended":
             under_way.append(piece)
     for r in cut(first, end, axis.size, at_once):
