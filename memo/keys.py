@@ -11,7 +11,7 @@ from typing import Any
 
 from memo.errors import ConfigError
 
-# of a key, int, float, bool or str, or in a JSON file: who reads it checks its type, which mypy cannot see
+# of a key: int, float, bool or str, whichever its Field says. check_value() sees to that, mypy cannot see it
 Value = Any
 Keys = dict[str, Value]  # by name
 

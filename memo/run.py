@@ -152,8 +152,9 @@ def check_room(found: Checked, launch: Launch, why: str = "") -> Checked:
 def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
     Errors: ConfigError."""
-    one, why = host.objects(together(
-        host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
+    choice = host.objects(together(host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
+    assert choice is not None  # rank 0's
+    one, why = choice
     numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     before = choice_before(found.ckpt)
