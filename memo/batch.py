@@ -5,13 +5,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from memo.errors import ConfigError, DataError, reason
-from memo.files import STRETCH_BYTES, STRETCHES, fingerprint, load_json, open_file
+from memo.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
 from memo.parallel.cp import interleaved
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DATA, DTYPES
@@ -68,17 +67,17 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
-    """The checked meta.json of a dataset folder with `splits`. Errors: ConfigError: it is missing, or not as
-    memo/tokens.py writes it."""
+    """The meta.json of a folder with `splits`. Errors: ConfigError: it is not as memo/tokens.py writes it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
-    meta: Any = load_json(path, remedy)
+    meta = load_json(path, remedy)
 
     def check(name: str, value: object, right: bool, rule: str) -> None:
         if not right:
             raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
-    dtype, vocab_size, counts = meta.get("dtype"), meta.get("vocab_size"), meta.get("counts")
+    counts: Json = meta.get("counts")
+    dtype, vocab_size = meta.get("dtype"), meta.get("vocab_size")
     check("dtype", dtype, isinstance(dtype, str) and dtype in DTYPES, " or ".join(DTYPES))
     check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32,
           "a whole number, 1 to 2**32")
@@ -106,9 +105,8 @@ def check_tokenizer(folder: Path, meta: dict) -> None:
 
 
 class Ids:
-    """The token ids of one .bin: len(), and slices, which are read from the file when they are asked
-    for. A mapped file that is cut short would kill the process. Errors: ConfigError: not there, or not
-    `count` ids long."""
+    """The token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that is
+    cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count

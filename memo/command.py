@@ -32,24 +32,25 @@ THREAD_BYTES = 2**25  # its stack, and what it takes to begin
 class Arguments(argparse.ArgumentParser):
     """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
-    def __init__(self, ranks: bool = False, **kwargs: Any) -> None:
+    def __init__(self, ranks: bool = False, prog: str | None = None, description: str | None = None) -> None:
         """`ranks`: whether the command works in several processes, under torchrun."""
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=formatter)
         self.options: list[Field] = []
         self.ranks = ranks
 
-    def option(self, name: str, kind: type = str, default: Any = None, help: str = "",
+    def option(self, name: str, kind: type = str, default: object = None, help: str = "",
                short: Sequence[str] = (), required: bool = False, **bounds: Any) -> None:
-        """An argument, or an option where the name starts with --. Its value is read and checked
-        as keys.option() says."""
+        """Adds an argument, or where the name starts with -- an option, with values as in keys.option()."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
         self.options.append(f)
         told = [" | ".join(f.metadata["choices"])] if f.metadata["choices"] else []
         if default is not None:
             told.append(f"default {default}")
-        more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
-        self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
+        more: dict[str, Any] = dict(help=f"{help} ({'; '.join(told)})" if told else help)
+        if name.startswith("--"):
+            more |= dict(dest=f.name, default=default, required=required)
+        self.add_argument(*short, name, **more)
 
     def device_options(self) -> None:
         """--device and --dtype, as the configuration has them."""
@@ -73,8 +74,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def check_alone(command: str) -> None:
-    """Check that a command was not started as one of several ranks: each would do it all, and write the same
-    files. Errors: ConfigError."""
+    """Errors: ConfigError: a command was started as one of several ranks, each of which would do it all."""
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(f"{command} is one process, WORLD_SIZE={world} in the environment is of several; "
                           "start it without torchrun")
@@ -103,13 +103,15 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
         return 2 if line and isinstance(e, ModuleNotFoundError) else 1
 
 
-def answer_early(read: Callable[[list[str]], Any]) -> None:
-    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
-    and ends the process (SystemExit) after --help. One of several ranks says nothing here: rank 0 will speak
-    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback, nor
-    do warnings of torch's C++."""
+def answer_early(read: Callable[[list[str]], object]) -> None:
+    """Answers --help and typos before torch is imported, which takes seconds; one of several ranks says
+    nothing, for rank 0 will. From here on a signal, or a full disk on which torch cannot write, gives no
+    traceback, nor do warnings of torch's C++."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
+
+    def only_read(argv: list[str]) -> None:
+        read(argv)
+    if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(only_read)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
         handle(number, lambda number, frame: os._exit(128 + number))
@@ -129,9 +131,8 @@ def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackT
 
 
 def end_with_reader() -> None:
-    """From here on the process ends quietly, by SIGPIPE, when its output has no reader any more (`|
-    head`), as other commands do; Python ignores that signal. A training run must not call this: it goes
-    on when a socket breaks."""
+    """From here on the process ends by SIGPIPE when its output has no reader any more (`| head`), as other
+    commands do. A training run must not call this: it goes on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from memo.errors import reason
 
+Stream = Any  # stdout or stderr, or None
+
 
 class Console:
     """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Stream) -> None:
         # the caller closes it
         self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
         self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
@@ -29,7 +31,7 @@ class Console:
         except (OSError, ValueError):
             return
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
     def close(self) -> None:
@@ -48,13 +50,12 @@ def guard_console() -> None:
 
 
 class Attempts:
-    """Does work that is not worth a run: pictures, loggers, plan.json. A failure is a warning,
-    once a reason."""
+    """Does work that is not worth a run, as pictures are. A failure is a warning, once a reason."""
 
     def __init__(self) -> None:
         self.told: set[str] = set()
 
-    def __call__(self, what: str, work: Callable, *args: Any) -> bool:
+    def __call__(self, what: str, work: Callable[..., object], *args: object) -> bool:
         """Calls work(*args) -> whether it succeeded. `what`: its name in the warning."""
         try:
             work(*args)

@@ -294,20 +294,13 @@ def show(f: Finding) -> None:
         print(f"    FAULT: {f.remedy}", flush=True)
 
 
-def asked(argv: list[str], local_rank: int) -> tuple[Namespace, torch.device, torch.dtype]:
-    """What is asked, and of which device. Errors: ConfigError."""
-    args = read_argv(argv)
-    return args, *pick_device(Config(device=args.device, dtype=args.dtype), local_rank)
-
-
 def main(argv: list[str]) -> int:
     me = launch.read_launch()
     with connected(me) as host, launch.rank_errors(host):
-        args, device, dtype = launch.together(host, asked, argv, me.local_rank)
-        if me.threads:
-            torch.set_num_threads(me.threads)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        args = launch.together(host, read_argv, argv)
+        asked = Config(device=args.device, dtype=args.dtype)
+        device, dtype = launch.together(host, pick_device, asked, me.local_rank)
+        me.take(device)
         here = Here(host, me.local_world, device, dtype)
         tell, mine = show if me.rank == 0 and not args.json else lambda finding: None, []
         for check in (*FOR_ITSELF, *TOGETHER):

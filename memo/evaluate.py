@@ -5,7 +5,7 @@ on several GPUs: torchrun --nproc_per_node=8 -m memo.evaluate out_dir --cp=8 ...
 import os
 import sys
 from argparse import Namespace
-from typing import Any
+from dataclasses import Field
 
 from memo.command import Arguments, answer_early, end_with_reader, run
 from memo.config import KEYS, as_keys
@@ -15,14 +15,12 @@ HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_
        "ops")  # keys of the evaluation, not of the model
 
 
-def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
-    """The numbers of a list such as 4096,65536, each once, in ascending order. Errors: ConfigError."""
-    f, found = option(name, kind, **bounds), set()
-    for part in text.split(","):
-        value = typed(f, part, "--")
+def numbers(f: Field, text: str) -> list:
+    """Read a list such as 4096,65536 of what the option `f` takes -> each number once, ascending."""
+    found = [typed(f, part, "--") for part in text.split(",")]
+    for value in found:
         check_value(f, value)
-        found.add(value)
-    return sorted(found)
+    return sorted({*found})
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -41,15 +39,14 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
     for key in (KEYS[name] for name in HOW):
-        kind: Any = key.type
-        parser.option(f"--{key.name}", kind, key.default, **key.metadata)
+        parser.option(f"--{key.name}", key.type, key.default, **key.metadata)
     parser.device_options()
     args = parser.parse_args(argv)
     if args.lengths is not None:
-        args.lengths = numbers("lengths", args.lengths, int, least=1, most=2**31,
-                               why="rows are counted in 32 bits")
-    args.needle_depths = numbers("needle_depths", args.needle_depths, float, least=0.0, most=1.0,
-                                 why="1 is just before the query")
+        length = option("lengths", int, least=1, most=2**31, why="rows are counted in 32 bits")
+        args.lengths = numbers(length, args.lengths)
+    depth = option("needle_depths", float, least=0.0, most=1.0, why="1 is just before the query")
+    args.needle_depths = numbers(depth, args.needle_depths)
     return args
 
 
@@ -100,8 +97,6 @@ class Evaluation:
     dtype: torch.dtype
 
 
-# --- before the device is touched ---
-
 def evaluation_config(args: Namespace, trained: Config, longest: int, world: int) -> Config:
     """The Config of the checkpoint's model, in this command's layout. Errors: ConfigError."""
     unit = 2 * args.cp * args.tp
@@ -141,8 +136,7 @@ def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
 
 
 def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, str]) -> Evaluation:
-    """All that can be wrong before the device is touched. Errors: ConfigError; Damaged: the newest checkpoint
-    that is not `passed_over`."""
+    """Checks all that can be wrong before the device is touched. Errors: ConfigError; Damaged."""
     args = read_argv(argv)
     ckpt = checkpoint.load(args.out_dir, launch.rank, launch.world, passed_over)
     if not os.access(args.out_dir, os.W_OK):
@@ -164,8 +158,6 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     return Evaluation(args, cfg, trained.block_size, questions, ckpt, device, dtype)
 
 
-# --- all ranks ---
-
 def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Evaluation, GPT]:
     """What is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
     found, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
@@ -176,10 +168,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch.take(device)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     with room_for("the parameters"):
         model = GPT(with_place(cfg, device, found.dtype), device, found.dtype, grads=False, mesh=mesh)
@@ -198,8 +187,6 @@ def answers(found: Evaluation, model: GPT, speaks: bool) -> dict:
                 batches=asked.batches, seed=asked.seed, layout=layout, device=model.device.type,
                 dtype=str(model.dtype).removeprefix("torch."), loss_by_position=losses, needles=needles)
 
-
-# --- what is told ---
 
 def loss_lines(losses: dict) -> Iterator[str]:
     """The table of the losses by position."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import torch
@@ -32,6 +32,7 @@ CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
 LEAVES = threading.Lock()
+T = TypeVar("T")
 
 
 # --- torchrun ---
@@ -45,6 +46,13 @@ class Launch:
     local_rank: int
     local_world: int  # ranks on this host
     threads: int = 0  # CPU threads to use, where torchrun left a rank just one; 0: as torch has it
+
+    def take(self, device: torch.device) -> None:
+        """Take this rank's threads and its GPU, if `device` is one."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int | str, least: int, most: int) -> int:
@@ -105,12 +113,11 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def together(host: Axis, work: Callable, *args: Any) -> Any:
-    """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever rank met
-    a ConfigError or OSError."""
-    result, error = None, None
+def together(host: Axis, work: Callable[..., T], *args: object) -> T:
+    """work(*args), which talks to no other rank. A ConfigError or OSError of one rank is Agreed on all."""
+    results, error = list[T](), None
     try:
-        result = work(*args)
+        results = [work(*args)]
     except (ConfigError, OSError) as e:
         if host.size == 1:
             raise
@@ -119,10 +126,10 @@ def together(host: Axis, work: Callable, *args: Any) -> Any:
     if found := [e for e in errors if e]:
         text, where = found[0]
         raise Agreed(text if all(e and e[0] == text for e in errors) else f"{where}: {text}")
-    return result
+    return results[0]
 
 
-def same_everywhere(host: Axis, values: dict[str, Any], remedy: str) -> None:
+def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
     """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
     for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
         if rank == 0:
@@ -150,9 +157,8 @@ class Stepping(Protocol):
 
 @contextmanager
 def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
-    """Ends this process at once where it is one of several and an exception is raised in the with-block: an
-    orderly end would wait for ranks that may be gone. Rank 0 alone reports an error that all ranks share.
-    `run`: once it is set up."""
+    """Ends this process at once where it is one of several and the with-block raises: an orderly end would
+    wait for ranks that may be gone. Rank 0 reports an error that all share. `run`: once it is set up."""
     try:
         yield
     except Exception as e:
@@ -287,7 +293,7 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 
 @contextmanager
-def process_group(launch: Launch) -> Iterator[Any]:
+def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
     """(the group of all ranks, over gloo, their store) while the process is one of several, else Nones.
     Where the with-block ends with an error the process must end too: rank_errors()."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from memo.errors import ConfigError, reason
 from memo.files import read_text
@@ -21,6 +20,7 @@ MOST_INT = 2**63           # integers are below it
 ARITHMETIC: dict[type, Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
+Value = int | float | str | bool
 VALUES = "a value is a number, a string, True, False, a key assigned above, or + - * / // ** of numbers"
 
 
@@ -28,10 +28,9 @@ class Refused(ValueError):
     """A value that a config file cannot have."""
 
 
-def assignments(path: str | Path) -> Iterator[tuple[int, str, Any]]:
-    """Yields (line, name, value) of a config file in order; a value is an int, float, str or bool. Errors:
-    ConfigError, with the line."""
-    known: dict[str, Any] = {}
+def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
+    """Yields (line, name, value) of a config file, in order. Errors: ConfigError, with the line."""
+    known: dict[str, Value] = {}
     for node in statements(path):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             continue  # a docstring
@@ -65,7 +64,7 @@ def statements(path: str | Path) -> list[ast.stmt]:
                           "config/") from None
 
 
-def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
+def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
     """The value of an expression's syntax tree. Errors: Refused, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
         return check_bounds(node.value)
@@ -79,16 +78,16 @@ def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
     values = [value_of(operand, known) for operand in operands]
     if any(type(value) not in (int, float) for value in values):
         raise Refused(f"+ - * / // ** take numbers; {VALUES}")
-    if isinstance(node.op, ast.Pow) and type(values[0]) is type(values[1]) is int:
-        base, exponent = values
-        if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # before it is computed: 9**9**9
-            raise Refused(f"{base}**{exponent} must be below 2**63")
+    match node.op, values:
+        case ast.Pow(), [int(base), int(exponent)]:
+            if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # not computed: 9**9**9
+                raise Refused(f"{base}**{exponent} must be below 2**63")
     return check_bounds(ARITHMETIC[type(node.op)](*values))
 
 
-def check_bounds(value: Any) -> Any:
+def check_bounds(value: object) -> Value:
     """`value`, an int, float, str or bool within bounds. Errors: Refused."""
-    if type(value) not in (int, float, str, bool):
+    if not isinstance(value, (int, float, str)):
         raise Refused(VALUES)
     if type(value) is int and not -MOST_INT < value < MOST_INT:
         raise Refused("a whole number must be below 2**63")

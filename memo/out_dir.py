@@ -18,8 +18,7 @@ LOCK = ".lock"
 
 
 def lock(out: Path, owner: str) -> IO:
-    """Makes `out` and locks it for this process, so that two runs never write there at once -> the open lock,
-    a file with the text `owner`."""
+    """Makes and locks `out`, so that two runs never write there at once -> the lock, which says `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -194,10 +194,7 @@ def main(argv: list[str]) -> None:
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
     if launch.rank == 0:
         calibration_path(launch.world)  # an error now rather than after the measuring
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch.take(device)
     with connected(launch) as host:
         mesh = open_mesh(host, 1, host.size, device)
         measured = calibrate(mesh.weights, host, device, dtype, launch.local_world)

@@ -1,5 +1,4 @@
-"""What a run tells: its first and last lines, each step, plan.json, pictures. `run` is a
-run.Run everywhere."""
+"""What a run tells: its first and last lines, each step, plan.json, pictures."""
 
 import math
 import os
@@ -71,11 +70,8 @@ def title(run: Run) -> str:
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
 
-# --- a step ---
-
 def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
-    """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
-    plan is new."""
+    """Tells all of a step; no failure ends the run. `replanned`: whether the memory plan is new."""
     cfg, it = run.cfg, stats.iter
     drawn = it == min(run.first + 2, cfg.max_iters - 1)  # the third step of this process
     stage_spans = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
@@ -139,14 +135,12 @@ def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
 
 
 def draw_loss(run: Run) -> None:
-    def work(path: Path) -> None:
-        loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
-    draw_picture(run, "loss.png", work)
+    draw_picture(run, "loss.png", lambda path: loss_curve(
+        read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size))
 
 
 def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
-    """The timeline and the memory plan of step `it`, and of several stages their pipeline. `stage_spans`:
-    the spans of each, none where there is one."""
+    """Draws the timeline and memory plan of step `it`, and the pipeline of several stages' `stage_spans`."""
     name = f"step {it}, {title(run)}"
     draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
                                                             name + ", stage 0" * bool(stage_spans)))
@@ -158,8 +152,6 @@ def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: in
         draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))
 
 
-# --- the end ---
-
 def go_on_with(run: Run, folder: Path) -> str:
     """The command that resumes from `folder`."""
     world = run.mesh.host.size
@@ -169,8 +161,7 @@ def go_on_with(run: Run, folder: Path) -> str:
 
 
 def sample_with(run: Run) -> str | None:
-    """The command that generates from the run's checkpoint, with a prompt from its own data; None where the
-    data has no words, or no tokenizer."""
+    """The command that generates from the checkpoint, with a prompt of the data; None without words there."""
     if not (run.out / "tokenizer.json").exists():
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size

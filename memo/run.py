@@ -213,14 +213,6 @@ def choice_of(found: Checked, launch: Launch) -> Choice:
     return got.decided, got.chosen
 
 
-def take_device(launch: Launch, device: torch.device) -> None:
-    """Gives this rank its threads and its GPU."""
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
     """Find the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
@@ -247,8 +239,8 @@ def check_ranks(host: Axis, check: Callable) -> tuple[Any, dict[Path, str]]:
         except Damaged as e:
             return None, (e.folder, str(e))
     while True:
-        found, damaged = together(host, attempt)
-        damaged = [d for d in host.objects(damaged) if d]
+        found, bad = together(host, attempt)
+        damaged = [d for d in host.objects(bad) if d]
         if not damaged:
             return found, passed_over
         passed_over |= dict(damaged[:1])
@@ -293,7 +285,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
                          if found.speaks else None)
     together(host, check_shared, found.out, owner)
-    take_device(launch, device)
+    launch.take(device)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]

@@ -49,19 +49,14 @@ from model import GPT
 
 def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                       scale: float) -> tuple[torch.Tensor, None]:
-    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), in fp32, head of keys by
-    head; no logsumexp. Not every kernel takes a single query."""
-    out = torch.empty_like(q)
-    heads = q[0, 0].unflatten(0, (k.shape[2], -1))  # (Hkv, those that share keys, D)
-    for i, (q_, k_, v_) in enumerate(zip(heads, k[0].unbind(1), v[0].unbind(1), strict=True)):
-        p = torch.softmax(q_.float() @ k_.float().t() * scale, 1)
-        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p @ v_.float()
-    return out, None
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D); no logsumexp. Not every
+    kernel takes a single query."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2), None
 
 
 ONE_QUERY = Attention("one query", one_query_forward, None)
-
-
 Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
 
 

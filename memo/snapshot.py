@@ -35,18 +35,12 @@ class Copier:
         blocks = slab.bytes.view(torch.float32).split(STAGED_BYTES // 4)
         parts = [part for pair in zip(copies, tensors, strict=True)
                  for part in zip(*(t.view(-1).split(STAGED_BYTES // 4) for t in pair), strict=True)]
-        filled = None
-        for i, (copy, part) in enumerate(parts):
-            block, done = blocks[i % 2][:part.numel()], torch.cuda.Event()
-            block.copy_(part, non_blocking=True)
-            done.record(stream)
-            self.empty(filled)
-            filled = copy, block, done
-        self.empty(filled)
-
-    @staticmethod
-    def empty(filled: tuple | None) -> None:
-        if filled is not None:
-            copy, block, done = filled
-            done.synchronize()  # of this thread only
-            copy.copy_(block)
+        filled = [torch.cuda.Event() for _ in parts]
+        for i in range(len(parts) + 1):
+            if i < len(parts):
+                blocks[i % 2][:len(parts[i][1])].copy_(parts[i][1], non_blocking=True)
+                filled[i].record(stream)
+            if i > 0:
+                copy, _ = parts[i - 1]
+                filled[i - 1].synchronize()  # of this thread only
+                copy.copy_(blocks[(i - 1) % 2][:len(copy)])

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -22,6 +22,8 @@ from memo.files import (
     MOST_JSON_CHARS,
     TRIAL_BYTES,
     TRIAL_S,
+    Json,
+    JsonObject,
     command_of,
     limit_process,
     load_json,
@@ -54,8 +56,7 @@ class OtherForm(ConfigError):
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
-    than it raises."""
+    """Meanwhile there is no stderr: of some errors the library prints more than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -75,8 +76,7 @@ def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
 
 
 def growth(part: object) -> int:
-    """How many times as long these parts of a tokenizer.json may make a text, one after the other; or more
-    than MOST_GROWTH."""
+    """How many times as long these parts of a tokenizer.json may make a text, up to 1 + MOST_GROWTH."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     times = 1
     if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
@@ -103,13 +103,13 @@ def tokenizer_of(text: str) -> Tokenizer:
     return Tokenizer.from_str(text)
 
 
-def said_in(folder: Path, *names: str) -> dict[str, Any]:
+def said_in(folder: Path, *names: str) -> JsonObject:
     """The fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
     files = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
     return {key: value for file in files for key, value in file.items() if value is not None}
 
 
-def content(token: Any) -> str | None:
+def content(token: Json) -> str | None:
     """The text of a token in these files: a text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
@@ -120,7 +120,7 @@ def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
     by id. Errors: ConfigError; Exception: they are not as transformers writes them."""
     said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
     special = {content(t) for t in (*map(said.get, NAMES), *said.get("additional_special_tokens", ()))}
-    told: dict[Any, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
+    told: dict[str | None, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
     told |= {text: (int(i), {}) for text, i in said_in(folder, "added_tokens.json").items()}
     told |= {content(row): (int(i), row) for i, row in said.get("added_tokens_decoder", {}).items()}
     for text, (i, row) in sorted(told.items(), key=lambda item: (item[1][0], item[0])):
@@ -134,8 +134,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def gpt2_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of GPT-2's vocab.json and merges.txt. Errors: OtherForm: they are of another class, which
-    cuts texts otherwise; Exception."""
+    """Reads GPT-2's vocab.json and merges.txt. Errors: OtherForm: another class cuts texts otherwise."""
     said = said_in(folder, TOKENIZER_CONFIG)
     kind = said.get("tokenizer_class") or said_in(folder, "config.json").get("model_type", "gpt2")
     if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast"):
@@ -247,7 +246,7 @@ def check_vocab_size(tokenizer: Tokenizer, where: str | Path, vocab_size: int) -
                           f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
 
 
-def what_decides(tokenizer: Tokenizer) -> list[Any]:
+def what_decides(tokenizer: Tokenizer) -> list[Json]:
     """All that decides on the ids of a text: two tokenizers of which it is the same give the same ids."""
     def bare(part: dict) -> dict:  # without what says nothing
         return {k: v for k, v in part.items()
@@ -277,8 +276,7 @@ def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def chat_templates(folder: Path) -> str:
-    """The texts of the chat templates in `folder`. Errors: ConfigError: they cannot be read, or are too
-    long together."""
+    """The texts of the chat templates in `folder`. Errors: ConfigError: also where they are too long."""
     files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
     parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
     texts = [json.dumps([*files], ensure_ascii=False)]
