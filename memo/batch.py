@@ -93,17 +93,6 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
     return meta
 
 
-def check_tokenizer(folder: Path, meta: dict) -> None:
-    """Errors: ConfigError: the folder's tokenizer.json did not make the dataset, or cannot be used."""
-    path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
-    if path.exists():
-        load_tokenizer(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if sha256 and found != sha256:
-        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its "
-                          f"sha256; put that one there, or {prepare_again(folder)}")
-
-
 class Ids:
     """The token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that is
     cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
@@ -165,7 +154,12 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
     if block_size + 1 > (n := len(tokens[shortest])):
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
-    check_tokenizer(folder, meta)
+    path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
+    if path.exists():
+        load_tokenizer(path)
+    if sha256 and not (path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256):
+        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its "
+                          f"sha256; put that one there, or {prepare_again(folder)}")
     known: dict[str, str] = {}
     for split, ids in tokens.items():
         here = fingerprint(ids.path, whole)

@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from memo.errors import reason
@@ -26,10 +27,8 @@ class Console:
             return len(text)
 
     def flush(self) -> None:
-        try:
+        with suppress(OSError, ValueError):
             self.stream.flush()
-        except (OSError, ValueError):
-            return
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)

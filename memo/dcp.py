@@ -30,7 +30,8 @@ class Boxes(dcp.SavePlanner):
         self.read = read or (lambda piece: piece.tensor)
         self.pieces = {dcp.metadata.MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
-    def set_up_planner(self, *state: object) -> None:
+    def set_up_planner(self, state_dict: dict, storage_meta: object = None,
+                       is_coordinator: bool = False) -> None:
         pass
 
     def create_local_plan(self) -> dcp.SavePlan:

@@ -97,18 +97,6 @@ class Evaluation:
     dtype: torch.dtype
 
 
-def evaluation_config(args: Namespace, trained: Config, longest: int, world: int) -> Config:
-    """The Config of the checkpoint's model, in this command's layout. Errors: ConfigError."""
-    unit = 2 * args.cp * args.tp
-    # beside learned positions, block_size is only a bound
-    S = trained.block_size if trained.position == "learned" else -(-longest // unit) * unit
-    keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
-    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
-    degrees(cfg, world)
-    return cfg
-
-
 def default_lengths(args: Namespace, trained: Config) -> list[int]:
     """A sixteenth, a quarter and all of the trained length, as far as the layout divides them."""
     unit = 2 * args.cp * args.tp
@@ -144,7 +132,13 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
                           "another folder")
     trained = stored_config(ckpt.config)
     lengths = args.lengths or default_lengths(args, trained)
-    cfg = evaluation_config(args, trained, lengths[-1], launch.world)
+    unit = 2 * args.cp * args.tp
+    # beside learned positions, block_size is only a bound
+    S = trained.block_size if trained.position == "learned" else -(-lengths[-1] // unit) * unit
+    keys = {k: getattr(trained, k) for k in MODEL_KEYS}
+    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
+    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
+    degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, 1)
     check_lengths(lengths, cfg, data)
     check_reach(Path(args.out_dir) / OWN, lengths[-1], "--lengths")

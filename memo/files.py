@@ -258,14 +258,9 @@ def ours_alone(found: os.stat_result) -> bool:
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def cache_folder() -> Path | None:
-    """The folder of compiled code, plans and calibrations. None where there is no such folder that only this
-    user can write: others could plant files there. Nothing is kept then."""
-    return cache_place()[0]
-
-
 def cache_place() -> tuple[Path | None, str | None]:
-    """(cache_folder(), None), or (None, the reason and a remedy)."""
+    """The folder of compiled code, plans and calibrations -> (folder, None), or where there is none that only
+    this user can write, since others could plant files there: (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()

@@ -124,18 +124,13 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
                            n_inner=0 if F in (None, 4 * C) else size_field(path, "n_inner", F))
     H, S = keys["n_head"], keys["block_size"]
-    Hkv, D = (given(hf, family, name) for name in ("num_key_value_heads", "head_dim"))
+    Hkv, D = (hf.get(name, family.defaults.get(name)) for name in ("num_key_value_heads", "head_dim"))
     Hkv = size_field(path, "num_key_value_heads", H if Hkv is None else Hkv)
     if H % Hkv:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
                           f"keys and values serves equally many of queries); {GIVE_FOLDER}")
     D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
     return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
-
-
-def given(hf: Mapping[str, Json], family: Family, name: str) -> Json:
-    """A field of a config.json, or its default."""
-    return hf.get(name, family.defaults.get(name))
 
 
 def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
@@ -176,7 +171,7 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
         return
     hf = load_json(path, GIVE_FOLDER)
     L, family = keys_of(path, hf)["n_layer"], FAMILIES[hf["model_type"]]
-    window = None if family is GPT2 else given(hf, family, "sliding_window")
+    window = None if family is GPT2 else hf.get("sliding_window", family.defaults.get("sliding_window"))
     reach = "memo attends to all tokens before; to train it so, {} there"
     types = hf.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
@@ -324,7 +319,7 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
 
 @dataclass(frozen=True)
 class Weight:
-    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: from row `first` on, or
+    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: from row `first`, or
     column, if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
 
     name: str

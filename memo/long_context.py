@@ -184,26 +184,21 @@ def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) ->
     return text
 
 
-def needle_scores(model: Model, ids: torch.Tensor, needle: torch.Tensor, depths: list[float]) -> np.ndarray:
-    """(1 + depths, 2), without a needle, then with one at each depth: the mean log-probability of the value's
-    tokens, and the fraction of these that are the likeliest."""
-    wanted = torch.zeros(1, len(ids) - 1, dtype=torch.bool)
-    wanted[:, -VALUE:] = True
-    found = [token_scores(model, needle_text(ids, needle, depth)[None], wanted) for depth in (None, *depths)]
-    return torch.stack(found).sum((2, 3)).numpy() / VALUE
-
-
 def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
     """`score`: the fraction of the value's tokens that are found. `gain`: what a needle adds to their mean
     log-probability. Both for each depth a list with an item for each length. tell(what is done now)."""
     usual, n, made = usual_tokens(asked.data), asked.batches, []
 
-    def scores(length: int, i: int) -> np.ndarray:
+    def needle_scores(length: int, i: int) -> np.ndarray:
         tell(f"needles, length {length:,}, sequence {i + 1} of {n}")
         ids, rng = asked.sequence(i, length), np.random.default_rng((asked.seed, length, i))
-        return needle_scores(model, ids, draw_needle(usual, ids, rng), asked.depths)
+        needle, wanted = draw_needle(usual, ids, rng), torch.zeros(1, length, dtype=torch.bool)
+        wanted[:, -VALUE:] = True
+        texts = [needle_text(ids, needle, depth) for depth in (None, *asked.depths)]
+        scores = [token_scores(model, text[None], wanted) for text in texts]
+        return torch.stack(scores).sum((2, 3)).numpy() / VALUE  # (1 + depths, 2)
     for length in asked.lengths:
-        made.append(over_sequences(model, n, partial(scores, length)).mean(0))
+        made.append(over_sequences(model, n, partial(needle_scores, length)).mean(0))
     log_p, right = np.array(made).transpose(2, 1, 0)  # (1 + depths, lengths) each
     score, gain = right[1:], log_p[1:] - log_p[0]
     return dict(lengths=asked.lengths, depths=asked.depths, score=score.tolist(), gain=gain.tolist(),

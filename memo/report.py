@@ -42,12 +42,11 @@ def print_first_lines(run: Run) -> None:
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
-    stored = run.stored
     why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
     was = run.ckpt.config if run.ckpt else {}
     if run.ckpt and run.ckpt.iter == 0:  # from memo.convert: nobody has chosen how to train
         was = {name: was.get(name) for name in MODEL_KEYS}
-    changed = differences(was | was.get("origin", {}), {k: stored[k] for k in KEYS} | run.origin)
+    changed = differences(was | was.get("origin", {}), {k: run.stored[k] for k in KEYS} | run.origin)
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "

@@ -17,19 +17,9 @@ from typing import NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from memo import files
 from memo.errors import ConfigError, reason
-from memo.files import (
-    MOST_JSON_CHARS,
-    TRIAL_BYTES,
-    TRIAL_S,
-    Json,
-    JsonObject,
-    command_of,
-    limit_process,
-    load_json,
-    parse_json,
-    read_text,
-)
+from memo.files import TRIAL_BYTES, TRIAL_S, Json, JsonObject, load_json, parse_json, read_text
 
 # of a document, where nothing says what ends it: the one of these that is a special token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -105,8 +95,8 @@ def tokenizer_of(text: str) -> Tokenizer:
 
 def said_in(folder: Path, *names: str) -> JsonObject:
     """The fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
-    files = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
-    return {key: value for file in files for key, value in file.items() if value is not None}
+    said = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
+    return {key: value for file in said for key, value in file.items() if value is not None}
 
 
 def content(token: Json) -> str | None:
@@ -176,7 +166,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 def try_out(path: str) -> None:
     """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends."""
-    limit_process(0)
+    files.limit_process(0)
     try:
         read_tokenizer(Path(path))
     except MemoryError:
@@ -187,7 +177,7 @@ def try_out(path: str) -> None:
 
 def check_work(path: Path) -> None:
     """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
-    done = subprocess.run(command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
+    done = subprocess.run(files.command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
         raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
@@ -196,7 +186,7 @@ def check_work(path: Path) -> None:
         raise ValueError(f"the process that tries it out ends with {done.stderr.strip().splitlines()[-1:]}")
 
 
-def raise_config_error(e: BaseException, what: str) -> NoReturn:
+def refuse(e: BaseException, what: str) -> NoReturn:
     """Raise a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
     if isinstance(e, ConfigError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
         raise e  # a signal, say
@@ -212,7 +202,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
             return read_tokenizer(Path(path))
     except BaseException as e:
         file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
-        raise_config_error(e, f"tokenizer={file} cannot be read")
+        refuse(e, f"tokenizer={file} cannot be read")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -231,7 +221,7 @@ def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) ->
     try:
         return tokenizer.encode(text, add_special_tokens=False).ids
     except BaseException as e:
-        raise_config_error(e, f"the tokenizer cannot encode {text[:30]!r}...")
+        refuse(e, f"the tokenizer cannot encode {text[:30]!r}...")
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
@@ -277,12 +267,11 @@ def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 def chat_templates(folder: Path) -> str:
     """The texts of the chat templates in `folder`. Errors: ConfigError: also where they are too long."""
-    files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
-    parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
-    texts = [json.dumps([*files], ensure_ascii=False)]
-    for part in parts:
+    said = [said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json")]
+    texts = [json.dumps(said, ensure_ascii=False)]
+    for part in (*folder.glob("*.jinja"), *folder.glob("*/*.jinja")):
         try:
-            texts.append(read_text(part, MOST_JSON_CHARS - sum(map(len, texts))))
+            texts.append(read_text(part, files.MOST_JSON_CHARS - sum(map(len, texts))))
         except (OSError, ValueError) as e:
             raise ConfigError(f"{part} cannot be read ({reason(e)}); mend or remove it") from None
     return "\n".join(texts)

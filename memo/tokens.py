@@ -28,14 +28,7 @@ from memo.command import progress, python
 from memo.errors import ConfigError
 from memo.files import NEW, JsonObject, fingerprint, load_json, sync_folder
 from memo.keys import check_value, option
-from memo.tokenizer import (
-    ENDS,
-    byte_level,
-    encode_text,
-    end_of_document,
-    raise_config_error,
-    tokenizer_vocab_size,
-)
+from memo.tokenizer import ENDS, byte_level, encode_text, end_of_document, refuse, tokenizer_vocab_size
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -183,7 +176,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 found = finder.encode_batch_fast(texts)
             except BaseException as e:
-                raise_config_error(e, "the tokenizer cannot encode the source")
+                refuse(e, "the tokenizer cannot encode the source")
             for text, last, encoding, its in zip(texts, lasts, encodings, found, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 met.update(i in special for i in its.ids if i)

@@ -450,7 +450,8 @@ def kill_twelve_times(out_dir):
     train(*unbroken, range(ckpt.iter))
     assert same(state(model, optimizer), state(*unbroken))
     write(out_dir, optimizer.pieces(saved=True), ckpt.iter + 1, LARGER)
-    assert {int(name) for name in os.listdir(out_dir / "ckpt")} == {ckpt.iter, ckpt.iter + 1}
+    numbers = {int(name) for name in os.listdir(out_dir / "ckpt")}  # a kill may leave one more
+    assert numbers - {ckpt.iter - 1} == {ckpt.iter, ckpt.iter + 1}
 
 
 @pytest.mark.slow
