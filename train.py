@@ -39,7 +39,7 @@ def answer(argv: list[str]) -> None:
 
 if __name__ == "__main__":  # a typo and --help are answered at once: to import torch takes seconds
     guard_console()
-    command.answer_early(answer)
+    command.answer_early(answer, trains=True)
 
 import math
 import time

@@ -38,10 +38,11 @@ from memo.optim import Optimizer
 from memo.parallel.axis import come
 from memo.protocols import Model
 from memo.shards import Reader
-from memo.snapshot import Copier
+from memo.swap.slab import HostSlab
 from memo.views import Piece, is_finite, whole
 
 READ_BYTES = 2**24
+STAGED_BYTES = 2**24  # of a block of page-locked memory: enough for a bus's full speed
 T = TypeVar("T")
 LESS = "try a lower --learning_rate or more --warmup_iters"
 
@@ -52,6 +53,40 @@ def crc32(path: Path) -> int:
         while data := file.read(READ_BYTES):
             crc = zlib.crc32(data, crc)
     return crc
+
+
+class Copier:
+    """Copies pieces to the host while training goes on, from a GPU through two small blocks of page-locked
+    host memory: its copies to other memory are slow."""
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self.slab: HostSlab | None = None  # page-locked once
+
+    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
+        """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
+        if reached is None:
+            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
+        copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
+        n = STAGED_BYTES // 4
+        parts = [part for copy, p in zip(copies, pieces, strict=True)
+                 for part in zip(*(t.view(-1).split(n) for t in (copy, p.tensor)), strict=True)]
+        filled, stream = [torch.cuda.Event() for _ in parts], torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
+            blocks = self.slab.bytes.view(torch.float32).split(n)
+            # protects the copy from an optimizer step that is still under way
+            stream.wait_event(reached)
+            for i in range(len(parts) + 1):  # one block is filled while the other one is emptied
+                if i < len(parts):
+                    _, part = parts[i]
+                    blocks[i % 2][:len(part)].copy_(part, non_blocking=True)
+                    filled[i].record(stream)
+                if i > 0:
+                    copy, _ = parts[i - 1]
+                    filled[i - 1].synchronize()  # of this thread only
+                    copy.copy_(blocks[(i - 1) % 2][:len(copy)])
+        return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
 
 
 class Saver:

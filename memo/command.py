@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from memo.config import KEYS
 from memo.errors import ConfigError, last_line, reason
 from memo.keys import CONTROL, check_value, help_width, option, typed
 from memo.signals import Interrupted, handle
@@ -52,12 +53,10 @@ class Arguments(argparse.ArgumentParser):
             more |= dict(dest=f.name, default=default, required=required)
         self.add_argument(*short, name, **more)
 
-    def device_options(self) -> None:
-        """--device and --dtype, as the configuration has them."""
-        self.option("--device", default="auto", help="auto takes CUDA where there is one",
-                    choices=("auto", "cpu", "cuda"))
-        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA",
-                    choices=("auto", "float32", "bfloat16"))
+    def keys(self, *names: str) -> None:
+        """Adds options that are keys of the configuration."""
+        for key in (KEYS[name] for name in names):
+            self.option(f"--{key.name}", key.type, key.default, **key.metadata)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         if not self.ranks:
@@ -103,10 +102,12 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
         return 2 if line and isinstance(e, ModuleNotFoundError) else 1
 
 
-def answer_early(read: Callable[[list[str]], object]) -> None:
+def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> None:
     """Answers --help and typos before torch is imported, which takes seconds; one of several ranks says
     nothing, for rank 0 will. From here on a signal, or a full disk on which torch cannot write, gives no
     traceback, nor do warnings of torch's C++."""
+    if not trains:
+        end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     def only_read(argv: list[str]) -> None:

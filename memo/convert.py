@@ -11,7 +11,7 @@ from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -33,7 +33,6 @@ def read_argv(argv: list[str]) -> Namespace:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -20,12 +20,11 @@ def read_argv(argv: list[str]) -> Namespace:
                        description="Is this machine what memo needs, and what is it good for? Two minutes at "
                        "most;\nunder torchrun messages between ranks too. Exit code 1: there is a fault.")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import ctypes

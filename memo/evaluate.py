@@ -7,12 +7,12 @@ import sys
 from argparse import Namespace
 from dataclasses import Field
 
-from memo.command import Arguments, answer_early, end_with_reader, run
-from memo.config import KEYS, as_keys
+from memo.command import Arguments, answer_early, run
+from memo.config import as_keys
 from memo.keys import check_value, option, typed
 
-HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention",
-       "ops")  # keys of the evaluation, not of the model
+HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention", "ops",
+       "device", "dtype")  # keys of the evaluation, not of the model
 
 
 def numbers(f: Field, text: str) -> list:
@@ -38,9 +38,7 @@ def read_argv(argv: list[str]) -> Namespace:
                   least=1)
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
-    for key in (KEYS[name] for name in HOW):
-        parser.option(f"--{key.name}", key.type, key.default, **key.metadata)
-    parser.device_options()
+    parser.keys(*HOW)
     args = parser.parse_args(argv)
     if args.lengths is not None:
         length = option("lengths", int, least=1, most=2**31, why="rows are counted in 32 bits")
@@ -51,7 +49,6 @@ def read_argv(argv: list[str]) -> Namespace:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 from collections.abc import Iterator
@@ -136,7 +133,7 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     # beside learned positions, block_size is only a bound
     S = trained.block_size if trained.position == "learned" else -(-lengths[-1] // unit) * unit
     keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
+    keys |= {k: getattr(args, k) for k in HOW}
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, 1)

@@ -172,15 +172,14 @@ def readable_json(value: Json, pad: str = "") -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def sync_folder(folder: int | str | Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Wait until the names in a folder are on the disk. Some file systems cannot say so."""
     with suppress(OSError):
-        descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
-            if descriptor is not folder:
-                os.close(descriptor)
+            os.close(descriptor)
 
 
 @contextmanager
@@ -202,7 +201,8 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         check_target(name, there, path)
         os.replace(new, name, src_dir_fd=there, dst_dir_fd=there)
-        sync_folder(there)
+        with suppress(OSError):  # as sync_folder()
+            os.fsync(there)
     except BaseException:
         with suppress(OSError):
             os.unlink(new, dir_fd=there)

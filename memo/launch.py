@@ -231,40 +231,36 @@ def open_store(launch: Launch) -> dist.Store:
                               "another one for all ranks") from None
 
 
-class Pulse:
+def start_pulse(rank: int, world: int) -> Callable[[], None]:
     """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S. A GPU would
     wait for days for messages of that rank, and torchrun on another node would not notice. Each rank tells
-    the next one every BEAT_S that it is alive (0), in the end that it stops (1)."""
+    the next one every BEAT_S that it is alive (0), in the end that it stops (1) -> what stops this one."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
+    before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
-        self.before, self.next = (rank - 1) % world, (rank + 1) % world
-        self.stopped = threading.Event()
-        self.threads = [threading.Thread(target=work, name="memo pulse", daemon=True)
-                        for work in (self.listen, self.beat)]
-        for thread in self.threads:
-            thread.start()
-
-    def listen(self) -> None:
+    def listen() -> None:
         heard = torch.zeros(1)
         try:
             while not heard.item():
-                dist.recv(heard, self.before, self.group)
+                dist.recv(heard, before, group)
         except RuntimeError:
             time.sleep(1)  # another thread may know the cause and report it first
-            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; what is saved is whole")
+            leave(f"{rank_name(rank)}: lost rank {before}; what is saved is whole")
 
-    def beat(self) -> None:
+    def beat() -> None:
         with suppress(RuntimeError):  # the next rank is gone: another rank, which listens to it, reports that
-            while not self.stopped.wait(BEAT_S):
-                dist.send(torch.zeros(1), self.next, self.group)
-            dist.send(torch.ones(1), self.next, self.group)
+            while not stopped.wait(BEAT_S):
+                dist.send(torch.zeros(1), after, group)
+            dist.send(torch.ones(1), after, group)
 
-    def stop(self) -> None:
-        """All ranks leave in good order."""
-        self.stopped.set()
-        for thread in self.threads:
+    def stop() -> None:
+        stopped.set()
+        for thread in threads:
             thread.join()
+    threads = [threading.Thread(target=work, name="memo pulse", daemon=True) for work in (listen, beat)]
+    for thread in threads:
+        thread.start()
+    return stop
 
 
 @contextmanager
@@ -307,11 +303,11 @@ def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, di
             store = open_store(launch)
             store = dist.PrefixStore(meeting(store, rank, world), store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
-            pulse = Pulse(rank, world)
+            stop_pulse = start_pulse(rank, world)
         yield dist.group.WORLD, store
     except Interrupted as e:
         if rank == 0:
             print(e, file=sys.stderr, flush=True)
         os._exit(128 + e.number)  # an orderly end would wait for the other ranks, which may be gone
-    pulse.stop()
+    stop_pulse()
     dist.destroy_process_group()

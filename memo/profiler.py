@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 from memo.schedule.step import Unit
 
 
@@ -22,12 +22,11 @@ def read_argv(argv: list[str]) -> Namespace:
                        "with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True,
                         help="takes a minute or two, and stores it")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -23,12 +23,11 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--parse_special", bool, help="special tokens in the prompt are special, or ordinary text; "
                   "by default as in the run's dataset")
     parser.option("--seed", int, 1337, "of what is drawn", least=0, below=2**63, why="seeds have 63 bits")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch

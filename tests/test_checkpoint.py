@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from memo import checkpoint, dcp
-from memo.checkpoint import CheckpointError, Saver
+from memo.checkpoint import CheckpointError, Copier, Saver
 from memo.config import Config, as_keys
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
-from memo.snapshot import Copier
 from memo.views import Piece, whole
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S

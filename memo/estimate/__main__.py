@@ -13,7 +13,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from memo.command import answer_early, check_alone, end_with_reader, progress, run
+from memo.command import answer_early, check_alone, progress, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
@@ -93,7 +93,6 @@ def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 if __name__ == "__main__":  # before what else is imported, which takes a moment
-    end_with_reader()
     answer_early(read_argv)
 
 import json
