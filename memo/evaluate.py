@@ -75,6 +75,7 @@ from memo.origin import code
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
+from memo.rules import block_rule
 from memo.run import check_ranks, check_same_tokenizer
 from memo.signals import interruptible
 from memo.staging import with_place
@@ -108,7 +109,7 @@ def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
                           "of that)")
     for n in lengths:
         if n % cfg.block_multiple:
-            rule = "2*cp*tp" if cfg.zigzag else "cp*tp"
+            rule, _ = block_rule(cfg)
             more = -(-n // cfg.block_multiple) * cfg.block_multiple
             raise ConfigError(f"lengths={n} % ({rule})={cfg.block_multiple} != 0 (the tokens are shared "
                               f"out); try {more}")

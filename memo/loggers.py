@@ -53,12 +53,6 @@ class StepStats:
         return {k: v for k, v in known.items() if v is not None or k not in ("val_loss", "bubble_s")}
 
 
-def say(text: str) -> None:
-    """Prints a line, above a progress bar if there is one."""
-    tqdm.write(text)
-    sys.stdout.flush()
-
-
 def is_step(row: dict) -> bool:
     """Whether the values of a line that are read again are values that StepStats writes."""
     numbers: list[Json] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]

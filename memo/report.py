@@ -10,6 +10,8 @@ from pathlib import Path
 from secrets import token_hex
 from statistics import median
 
+from tqdm import tqdm
+
 from memo import memory
 from memo.command import python
 from memo.config import KEYS, MODEL_KEYS
@@ -18,7 +20,7 @@ from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
 from memo.huggingface import OWN, save_own_files
 from memo.layer import n_rows
-from memo.loggers import JsonlLogger, StepStats, read_metrics, say
+from memo.loggers import JsonlLogger, StepStats, read_metrics
 from memo.manifest import CHECKPOINT
 from memo.origin import differences
 from memo.out_dir import is_locked, lock, rescues
@@ -130,7 +132,8 @@ def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
     path = run.out / name
     if run.attempt(name, work, path) and path not in run.drawn:
         run.drawn.add(path)
-        say(f"picture     {path}")
+        tqdm.write(f"picture     {path}")  # above a progress bar
+        sys.stdout.flush()
 
 
 def draw_loss(run: Run) -> None:

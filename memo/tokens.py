@@ -38,8 +38,7 @@ PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to t
 # the time to train a tokenizer grows with the square of a word's length
 LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 # of a tokenizer that is trained here
-VOCAB_SIZE: JsonObject = dict(least=257, most=2**20,
-                                  why="the trainer takes memory for each before it starts")
+VOCAB_SIZE: JsonObject = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")
 # read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
@@ -230,12 +229,12 @@ def check_own(out_dir: Path) -> None:
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
-    """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
-    documents are left out. `end`: the token that ends each, by default end_of_document()'s.
+    """Writes the folder `out_dir` from documents as document_pieces() takes them, but for empty ones -> its
+    meta. `end`: the token that ends each, by default end_of_document()'s.
 
     Whatever stops the writing, `out_dir` holds the dataset of before, or none; after a kill between two names
-    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there are
-    no documents, or the tokenizer has no end-of-document token.
+    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there is no text,
+    or no end token.
     """
     began = time.monotonic()
     out_dir = Path(out_dir)
@@ -244,9 +243,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     vocab_size = tokenizer_vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end = end or end_of_document(tokenizer)
-    end_id = tokenizer.token_to_id(end)
-    assert end_id is not None
-    met: Counter = Counter()
+    end_id, met = tokenizer.get_vocab()[end], Counter[bool]()
     print(f"each document ends with the token {end}, id {end_id}", flush=True)
     partial.mkdir(parents=True)
     try:
