@@ -4,6 +4,7 @@ Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal 
 """
 
 import argparse
+import atexit
 import mmap
 import os
 import runpy
@@ -151,6 +152,42 @@ def start_thread(thread: threading.Thread) -> None:
     except OSError:
         raise RuntimeError("no memory for a thread") from None
     thread.start()
+
+
+class Console:
+    """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
+
+    def __init__(self, stream: Any) -> None:
+        # the caller closes it
+        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
+        self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes too
+            return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def close(self) -> None:
+        """Drops what cannot be written, so that Python's own end of the process does not fail on it."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def guard_console() -> None:
+    """From here on stdout and stderr are Consoles, to the end of the process."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    atexit.register(sys.stderr.close)
+    atexit.register(sys.stdout.close)
 
 
 @contextmanager

@@ -139,13 +139,13 @@ def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
             raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
 
 
-def leave(line: str, wait_s: float = 0) -> None:
+def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
     """Ends the process, `wait_s` after it has said the line, if any, whatever its threads wait for."""
     with LEAVES:  # the first thread that knows a reason
         if line:
             print(f"error: {line}", file=sys.stderr, flush=True)
         time.sleep(wait_s)
-        os._exit(1)
+        os._exit(code)
 
 
 class Stepping(Protocol):
@@ -168,15 +168,15 @@ def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
         where = rank_name(host.rank)
         if run:
             where += f", stage {run.cfg.stage}" * (run.cfg.pp > 1) + f", step {run.step}"
-        with LEAVES:
-            if host.rank == 0 or not common:
-                line = last_line(e) or traceback.format_exc()
-                print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
-            if common and host.rank > 0:
-                time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
+        line = last_line(e) or traceback.format_exc()
+        if not common:
+            line = f"{where}: {line}"
+        early = run is None and isinstance(e, (ConfigError, OSError))
+        with suppress(OSError):
             sys.stdout.flush()
-            early = run is None and isinstance(e, (ConfigError, OSError))
-            os._exit(2 if early or isinstance(e, DataError) else 1)
+        # torchrun ends all ranks when the first one is gone: that is the one which says why
+        silent = common and host.rank > 0
+        leave("" if silent else line, 0.5 * silent, 2 if early or isinstance(e, DataError) else 1)
 
 
 # --- connections ---
