@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 from tokenizers import Tokenizer
+from torch.nn.functional import scaled_dot_product_attention
 
 from memo import checkpoint
 from memo.attention import Attention
@@ -50,9 +51,9 @@ def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal:
                       scale: float) -> tuple[torch.Tensor, None]:
     """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D); no logsumexp. Not every
     kernel takes a single query."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2), None
+    heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
+    out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    return out.reshape(q.shape), None
 
 
 ONE_QUERY = Attention("one query", one_query_forward, None)
