@@ -1,6 +1,5 @@
 """The picture of a pipeline: what all its stages do over time. No torch."""
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +14,6 @@ COPIES = "offload", "prefetch"
 ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.12)}
 LINE = "#5a5f68"
 LOOKS = {"forward": "forward", "backward": "backward", "recompute": "recompute", "sweep": "recompute"}
-LABEL = re.compile(r"(?P<work>.*?)(?: \d+(?:\.(?P<subsequence>\d+))?)?")
 
 
 Colour = tuple[float, ...]  # RGB
@@ -39,11 +37,11 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
     for s in spans:
         if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
             continue
-        said = LABEL.fullmatch(s.label)
-        assert said is not None  # it matches any
-        computed = LOOKS.get(said["work"], "others")
-        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else computed
-        bars.append(Bar(stage, s.stream, look, int(said["subsequence"] or 0) % N, s.start_s, s.end_s))
+        work, _, unit = s.label.rpartition(" ")
+        number = unit.rpartition(".")[2]
+        subsequence = int(number) % N if "." in unit and number.isdecimal() else 0
+        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else LOOKS.get(work, "others")
+        bars.append(Bar(stage, s.stream, look, subsequence, s.start_s, s.end_s))
     return bars
 
 
