@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 from memo.schedule.step import Unit
 
 
@@ -21,12 +21,11 @@ def read_argv(argv: list[str]) -> Namespace:
                        "with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True,
                         help="takes a minute or two, and stores it")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch
@@ -193,10 +192,7 @@ def main(argv: list[str]) -> None:
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
     if launch.rank == 0:
         calibration_path(launch.world)  # an error now rather than after the measuring
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch.take(device)
     with connected(launch) as host:
         mesh = open_mesh(host, 1, host.size, device)
         measured = calibrate(mesh.weights, host, device, dtype, launch.local_world)

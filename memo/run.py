@@ -215,14 +215,6 @@ def choice_of(found: Checked, launch: Launch) -> Choice:
     return got.decided, got.chosen
 
 
-def take_device(launch: Launch, device: torch.device) -> None:
-    """Gives this rank its threads and its GPU."""
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
     """Find the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
@@ -295,7 +287,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
                          if found.speaks else None)
     together(host, check_shared, found.out, owner)
-    take_device(launch, device)
+    launch.take(device)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]

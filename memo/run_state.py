@@ -1,5 +1,7 @@
 """What a run holds: what is known before the device is touched (Checked), and what it trains with (Run)."""
 
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +12,8 @@ import torch
 from memo.batch import Data
 from memo.checkpoint import Checkpoint, Saver
 from memo.config import Config, as_keys
-from memo.console import Attempts
 from memo.decide import Decision
+from memo.errors import reason
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.files import plain_name
@@ -65,7 +67,7 @@ class Run(Checked):
     own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
     slowest_s: float = 0.0  # of the steps so far
-    attempt: Attempts = field(default_factory=Attempts)
+    told: set[str] = field(default_factory=set)  # attempt()'s warnings
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
 
     @property
@@ -76,6 +78,19 @@ class Run(Checked):
                      wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],
                      gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
         return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
+
+    def attempt(self, what: str, work: Callable[..., object], *args: object) -> bool:
+        """Calls work(*args), which is not worth a run, as a picture -> whether it succeeded. A failure is a
+        warning, once a reason. `what`: its name there."""
+        try:
+            work(*args)
+            return True
+        except Exception as e:
+            line = f"warning: {what} failed ({type(e).__name__}: {reason(e)}); training goes on"
+            if line not in self.told:
+                self.told.add(line)
+                print(line, file=sys.stderr)
+            return False
 
     def close(self) -> None:
         """Waits for the save under way, and gives back streams, memory and groups."""

@@ -12,7 +12,7 @@ from dataclasses import Field, replace
 from math import isfinite, prod
 from pathlib import Path
 
-from memo.command import answer_early, check_alone, end_with_reader, progress, run
+from memo.command import answer_early, check_alone, progress, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
@@ -91,7 +91,6 @@ def read_argv(argv: list[str]) -> tuple[Keys, Keys]:
 
 
 if __name__ == "__main__":  # before what else is imported, which takes a moment
-    end_with_reader()
     answer_early(read_argv)
 
 import json

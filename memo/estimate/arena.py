@@ -22,7 +22,7 @@ from memo.config import SUBSEQUENCE_KEYS, Config
 from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
-from memo.files import cache_folder, keep_json, kept_json
+from memo.files import cache_place, keep_json, kept_json
 from memo.keys import Keys
 from memo.layer import (
     CHUNK_ROWS,
@@ -159,7 +159,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
         key = hashlib.sha256(repr((keys, version("torch"), libraries(), source_digest())).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
-    folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
+    (folder, _), name = cache_place(), f"arena-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written
             return checked_arena_bytes(kept_json(folder, name), keys)

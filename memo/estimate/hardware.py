@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from memo.errors import ConfigError, reason
-from memo.files import cache_place, kept_json
-from memo.keys import Keys, Value, kind_of
+from memo.files import Json, JsonObject, cache_place, kept_json
+from memo.keys import Value, kind_of
 
 GIB = 2**30
 
@@ -330,7 +330,7 @@ def calibration_path(ranks: int) -> Path:
     return folder / f"calibration-{ranks}.json"
 
 
-def calibration(ranks: int) -> Keys:
+def calibration(ranks: int) -> JsonObject:
     """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did
     not."""
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
@@ -346,13 +346,13 @@ def calibration(ranks: int) -> Keys:
     return measured
 
 
-def number(value: Value, least: float = 1, most: float = 1e24,
+def number(value: Json, least: float = 1, most: float = 1e24,
            kinds: tuple[type, ...] = (int, float)) -> bool:
     """Whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
     return type(value) in kinds and least <= value <= most
 
 
-def rules(measured: Keys, ranks: int) -> Iterator[tuple[str, bool]]:
+def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
     """(name, whether its value can be believed) of all that a calibration holds."""
     def whole(name: str, least: int, most: int) -> tuple[str, bool]:
         return name, number(measured.get(name), least, most, (int,))
@@ -365,8 +365,8 @@ def rules(measured: Keys, ranks: int) -> Iterator[tuple[str, bool]]:
         yield name, name in measured and (measured[name] is None or number(measured[name]))
     capability = measured.get("capability")
     yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
-    node: Value = measured.get("node")
-    speeds: Value = measured.get("speeds")
+    node: Json = measured.get("node")
+    speeds: Json = measured.get("speeds")
     wanted = {f.name: kind_of(f) for f in fields(Node)}
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())

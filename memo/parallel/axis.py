@@ -19,7 +19,7 @@ import torch.distributed as dist
 from memo.device import synchronize
 
 T = TypeVar("T")
-FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
+FOREVER = timedelta(days=365)  # for a message: a forward may take hours; start_pulse() finds lost ranks
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
 # the second name is that before torch 2.13

@@ -25,7 +25,7 @@ import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, keep, kept, open_file, regular
+from memo.files import cache_place, keep, kept, open_file, regular
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
@@ -204,7 +204,7 @@ class Arena:
 
     def replay(self, trace: Trace) -> None:
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
-        plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type])
+        plan = cached_plan(trace, cache_place()[0], self.solver, ALIGNMENT[self.device.type])
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 

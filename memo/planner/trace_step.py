@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from memo.command import answer_early, end_with_reader, run
+from memo.command import answer_early, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.files import parse_json
@@ -60,7 +60,6 @@ def read_line(line: str) -> tuple[Config, str, int, int]:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(lambda argv: argv == ["-"] or read_argv(argv))
 
 import torch
