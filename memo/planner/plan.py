@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
-from memo.dsa import gaps, problem, solvers
+from memo.dsa import problem, solvers
 from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
 from memo.files import keep_json, kept_json, readable_json
 from memo.planner.trace import OUTSIDE, WHOLE, Trace, marked
@@ -215,7 +215,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     None, costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
-    sources = (problem.__file__, solvers.__file__, gaps.__file__)
+    sources = (problem.__file__, solvers.__file__)
     for module in (__file__, Path(__file__).with_name("trace.py"), *sources):
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
