@@ -24,8 +24,9 @@ from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
-from memo.planner.plan import Levels, bilevel, one_level, requests_of
+from memo.planner.plan import Levels, bilevel, one_level
 from memo.planner.rehearsal import traced_requests
+from memo.planner.trace import requests_of
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
 from memo.swap.placement import Placement
 from model import GPT
@@ -59,7 +60,7 @@ def pairs(buffers):
 
 def solve_pieces(S, time_limit):
     """Rows of every solver on a layer's forward and backward at S."""
-    requests, *_ = requests_of(trace_of(S, 1))
+    requests = [r for r in requests_of(trace_of(S, 1))[0] if r.planned]
     rows = []
     for kind in ("forward", "backward"):
         mine = [(r.lower, r.upper, r.bytes) for r in requests if r.segment.endswith(f"/{kind} 0")]
@@ -78,7 +79,7 @@ def solve_steps(S, L, time_limit):
     start = time.perf_counter()
     trace = trace_of(S, L)
     tracing_s = time.perf_counter() - start
-    requests, *_ = requests_of(trace)
+    requests = [r for r in requests_of(trace)[0] if r.planned]
     size = dict(n=len(requests), pairs=pairs(requests))
     rows = []
     for make, name, solvers in ((bilevel, "two levels", SOLVERS),

@@ -184,15 +184,14 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
     The caching allocator is simulated from an empty cache. All segments of the step are equally wide. Grey is
     reserved and holds nothing. Tensors that the plan leaves to torch are in neither.
 
-    Errors: ValueError: the plan has no place for any tensor of the trace.
+    Errors: ValueError: the trace requests no tensor that a plan may have.
     """
     tensors = planned_rectangles(trace, plan)
     if not tensors:
-        raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
-                         "trace")
+        raise ValueError("trace must request at least one tensor that a plan may have")
     cache = simulate_caching([trace], planned_only=True)
     labels, begins = zip(*segment_starts(trace), strict=True)
-    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, *cache.steps, cache.segments))
+    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, cache.tensors, cache.segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]

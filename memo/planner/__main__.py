@@ -9,8 +9,8 @@ from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_json
-from memo.planner.plan import Plan, bilevel, one_level, requests_of
-from memo.planner.trace import LogError, Trace, marked, parse_trace
+from memo.planner.plan import Plan, bilevel, one_level
+from memo.planner.trace import LogError, Trace, parse_trace, requests_of
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -28,7 +28,7 @@ def read_argv(argv: list[str]) -> Namespace:
 def record(plan: Plan, trace: Trace) -> dict[str, Any]:
     """Make the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
     names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
-             for label, its in marked(trace).segments.items()}
+             for label, its in trace.segments.items()}
     return asdict(plan) | dict(segments={
         label: [(name, *place) for name, place in zip(names[label], places, strict=True)]
         for label, places in plan.segments.items()})
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         except (OSError, ValueError) as e:
             raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
         trace = parse_trace(text, args.log)
-    if not requests_of(marked(trace))[0]:
+    if not any(r.planned for r in requests_of(trace)[0]):
         raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
     n, limit = len(trace.events), args.time_limit
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):

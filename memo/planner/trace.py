@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from memo.errors import ConfigError
 
 OUTSIDE = ""  # the segment of what is requested between the segments
-
-
 WHOLE = "step"  # the one segment of a log that marks none
-
-
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or "end", segment, 0)
 
@@ -73,7 +69,7 @@ def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = 
                   where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
-    nested, repeated or left open."""
+    nested, repeated or left open. Events that mark no segment are one, WHOLE."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
@@ -108,7 +104,51 @@ def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = 
             segment = OUTSIDE
     if segment != OUTSIDE:
         raise LogError(f"{where}: segment {segment!r} must end before the log does")
+    if events and not seen:
+        return Trace((("begin", WHOLE, 0), *events, ("end", WHOLE, 0)))
     return Trace(tuple(events))
+
+
+@dataclass
+class Request:
+    """One tensor: request k of a segment, alive from request number `lower` of the trace to `upper`, frees
+    counted too. `planned`: a plan may give it a place, for it is requested in a segment, and not kept.
+    `freed_in`: the segment that frees it; OUTSIDE where none does."""
+
+    segment: str
+    k: int
+    bytes: int
+    planned: bool
+    lower: int
+    upper: int
+    freed_in: str = OUTSIDE
+
+
+def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]]:
+    """The Requests of a trace in their order, and {segment: (lower, upper)}, its request numbers. What is
+    never freed is alive to the end, len(trace.events)."""
+    requests: list[Request] = []
+    live: dict[str, Request] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    segment, k, now = OUTSIDE, 0, 0
+    for verb, name, nbytes in trace.events:
+        if verb == "begin":
+            segment, k, spans[name] = name, 0, (now, now)
+            continue
+        if verb == "end":
+            segment, spans[name] = OUTSIDE, (spans[name][0], now)
+            continue
+        if verb == "free":
+            request = live.pop(name)
+            request.upper, request.freed_in = now, segment
+        else:
+            planned = verb == "malloc" and segment != OUTSIDE
+            requests.append(Request(segment, k, nbytes, planned, now, len(trace.events)))
+            if verb == "malloc":
+                live[name] = requests[-1]
+            k += 1
+        now += 1
+    return requests, spans
 
 
 def parse_trace(text: str, where: str = "requests") -> Trace:
@@ -136,11 +176,3 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
         events.append(event)
         lines.append(number)
     return checked_trace(events, lines, where)
-
-
-
-def marked(trace: Trace) -> Trace:
-    """The trace itself, or where it marks no segments, as one."""
-    if any(verb == "begin" for verb, *_ in trace.events):
-        return trace
-    return Trace((("begin", WHOLE, 0), *trace.events, ("end", WHOLE, 0)))
