@@ -109,17 +109,17 @@ def against_caching(lengths):
     orders = [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]
     for name, order in orders:
         planned = max(plans[S].arena_bytes for S in order)
-        free = simulate_caching([traces[S] for S in order], planned_only=True)
+        free, _ = simulate_caching([traces[S] for S in order], planned_only=True)
         try:
-            tight = simulate_caching([traces[S] for S in order], int(ROOM * planned), planned_only=True)
+            tight, _ = simulate_caching([traces[S] for S in order], int(ROOM * planned), planned_only=True)
             reorganisations = tight.reorganisations
         except SimulatedOutOfMemory:
             reorganisations = "OOM"
-        rows.append(dict(lengths=name, order=order, planned_bytes=planned, reserved_bytes=free.reserved_bytes,
-                         allocated_bytes=free.allocated_bytes, cuda_mallocs=free.cuda_mallocs,
-                         reorganisations=reorganisations))
-        print(f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}"
-              f"{free.reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
+        rows.append(dict(lengths=name, order=order, planned_bytes=planned,
+                         reserved_bytes=free.peak_reserved_bytes, allocated_bytes=free.peak_allocated_bytes,
+                         cuda_mallocs=len(free.history), reorganisations=reorganisations))
+        print(f"{name:>10}{planned / 2**20:12.0f}{free.peak_reserved_bytes / 2**20:12.0f}"
+              f"{free.peak_reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
     S = min(lengths, key=lambda S: abs(S - 131072))
     memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens")
     return rows

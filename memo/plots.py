@@ -12,9 +12,9 @@ import numpy as np
 from memo.axes import Axes, Figure
 from memo.estimate.budget import Estimate
 from memo.files import replacing, save_bytes
-from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
+from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, simulate_caching
 from memo.planner.plan import Plan
-from memo.planner.trace import Trace
+from memo.planner.trace import Trace, requests_of
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
 KINDS = {"forward": PALE, "recompute": ORANGE, "sweep": ORANGE, "backward": BLUE, "offload": GREEN,
@@ -189,9 +189,11 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")
-    cache = simulate_caching([trace], planned_only=True)
-    labels, begins = zip(*segment_starts(trace), strict=True)
-    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, cache.tensors, cache.segments))
+    cache, cached = simulate_caching([trace], planned_only=True)
+    segments = [Rectangle(s.since, s.until, s.address, s.bytes, "reserved") for s in cache.history]
+    spans = [(label, *span) for label, span in requests_of(trace)[1].items() if span[0] < span[1]]
+    labels, begins = [label for label, *_ in spans], [*(lower for _, lower, _ in spans), spans[-1][2]]
+    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, cached, segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
@@ -221,8 +223,9 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
             ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_title(f"planned: {size_text(plan.arena_bytes)} for the whole step", loc="left", fontsize=11)
-    axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
-                      f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
+    reserved_bytes = cache.peak_reserved_bytes
+    axes[1].set_title(f"torch's caching allocator (simulated): reserves {size_text(reserved_bytes)}, "
+                      f"{reserved_bytes / plan.arena_bytes:.2f}x planned", loc="left", fontsize=11)
     name_segments(axes[1], labels)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k)
                for k, c in {**colours, "reserved, unused": HOLE}.items()]

@@ -15,7 +15,6 @@ from memo.planner.caching import (
     SimulatedOutOfMemory,
     planned_rectangles,
     segment_kind,
-    segment_starts,
     simulate_caching,
 )
 from memo.planner.trace import Request, Trace, requests_of
@@ -208,33 +207,34 @@ def test_the_lives_of_a_step():
         Request("", 0, 100, False, 0, 7), Request(forward, 0, 30 * MiB, True, 1, 6, backward),
         Request(forward, 1, 12 * MiB, True, 2, 4, forward), Request(forward, 2, 4, False, 3, 12),
         Request(backward, 0, 14 * MiB, True, 5, 12)], {forward: (1, 5), backward: (5, 7)})
-    assert segment_starts(STEP) == [("", 0), (forward, 1), (backward, 5), ("", 7), ("", 8)]
     labels = ("forward 0 1x4096", "embedding backward 2x64", "layer 3 forward", "")
     assert [segment_kind(label) for label in labels] == [
         "forward", "embedding backward", "layer forward", "other"]
 
 
 def test_one_step_and_the_next():
-    one = simulate_caching([STEP])
-    assert (one.allocated_bytes, one.reserved_bytes, one.cuda_mallocs) == (44 * MiB + 1024, 58 * MiB, 4)
-    assert one.segments[-1] == Rectangle(5, 13, 44 * MiB, 14 * MiB, "reserved")
-    only = simulate_caching([STEP], planned_only=True)
-    assert (only.allocated_bytes, only.reserved_bytes, only.cuda_mallocs) == (44 * MiB, 56 * MiB, 3)
-    assert only.tensors == [Rectangle(1, 6, 0, 30 * MiB, "forward"),
+    every, _ = simulate_caching([STEP])
+    assert (every.peak_allocated_bytes, every.peak_reserved_bytes) == (44 * MiB + 1024, 58 * MiB)
+    assert [(s.address, s.bytes, s.since) for s in every.history[2:]] == [
+        (32 * MiB, 12 * MiB, 2), (44 * MiB, 14 * MiB, 5)]
+    only, tensors = simulate_caching([STEP], planned_only=True)
+    assert (only.peak_allocated_bytes, only.peak_reserved_bytes) == (44 * MiB, 56 * MiB)
+    assert len(every.history) == 4 and len(only.history) == 3
+    assert tensors == [Rectangle(1, 6, 0, 30 * MiB, "forward"),
                             Rectangle(2, 4, 30 * MiB, 12 * MiB, "forward"),
                             Rectangle(5, 12, 42 * MiB, 14 * MiB, "backward")]
-    two = simulate_caching([STEP, STEP], planned_only=True)
+    two, tensors = simulate_caching([STEP, STEP], planned_only=True)
     # the cache has what the second step needs
-    assert two.reserved_bytes == only.reserved_bytes and two.cuda_mallocs == 3
-    assert two.tensors[3] == Rectangle(14, 19, 0, 30 * MiB, "forward")
+    assert two.peak_reserved_bytes == only.peak_reserved_bytes and len(two.history) == 3
+    assert tensors[3] == Rectangle(14, 19, 0, 30 * MiB, "forward")
 
 
 def test_where_room_is_scarce_the_cache_is_given_back():
     longer = trace("begin f", f"malloc a {20 * MiB}", f"free a {20 * MiB}", f"malloc b {24 * MiB}", "end f")
-    assert simulate_caching([longer], capacity=44 * MiB).reorganisations == 0
-    tight = simulate_caching([longer], capacity=43 * MiB)
-    assert (tight.reorganisations, tight.reserved_bytes) == (1, 24 * MiB)
-    assert [(s.start, s.stop) for s in tight.segments] == [(0, 2), (2, 6)]
+    assert simulate_caching([longer], capacity=44 * MiB)[0].reorganisations == 0
+    tight, _ = simulate_caching([longer], capacity=43 * MiB)
+    assert (tight.reorganisations, tight.peak_reserved_bytes) == (1, 24 * MiB)
+    assert [(s.since, s.until) for s in tight.history] == [(0, 2), (2, inf)]
     with pytest.raises(SimulatedOutOfMemory):
         simulate_caching([longer], capacity=23 * MiB)
 

@@ -1,15 +1,12 @@
-"""A simulation of torch's caching allocator on a step's requests, without torch and without a GPU.
-
-It follows the rules of torch 2.13's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h as they
-are by default: no expandable segments, no limit to splitting, no rounding up to powers of two. All is on one
-stream.
+"""A simulation of torch's caching allocator on a step's requests, without torch and without a GPU. It follows
+the rules of torch 2.13's c10/cuda/CUDACachingAllocator.cpp as they are by default, on one stream.
 
     rounding     a request is rounded up to 512 bytes
     pools        rounded requests up to 1 MiB share segments of 2 MiB (the small pool). Larger ones are the
                  large pool: requests below 10 MiB share segments of 20 MiB, others get a segment of their
                  own, rounded up to 2 MiB
     best fit     the smallest free block of the pool that is large enough; of equals one of the segment that
-                 was reserved first, there the lowest (torch 2.12 and earlier: others of the same size)
+                 was reserved first, there the lowest (before torch 2.13: others of the same size)
     splitting    the rest of a block stays free if it is at least 512 bytes (small pool) or more than 1 MiB
                  (large pool)
     merging      a freed block merges with its free neighbours of the same segment; the segment stays reserved
@@ -19,12 +16,11 @@ stream.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from memo.planner.plan import Plan
-from memo.planner.trace import OUTSIDE, Trace, requests_of
+from memo.planner.trace import Trace, requests_of
 
 MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
@@ -62,13 +58,6 @@ def round_up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def segment_bytes(nbytes: int) -> int:
-    """Bytes of the segment that cudaMalloc makes for a request of nbytes (rounded to 512)."""
-    if nbytes <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if nbytes < MIN_LARGE else round_up(nbytes, ROUND_LARGE)
-
-
 class CachingAllocator:
     """One device of `capacity` bytes. `malloc` returns addresses, `free` takes them. `segments` are reserved
     now, the oldest first; `history` has those that were returned, too. `time` is the caller's clock."""
@@ -91,7 +80,7 @@ class CachingAllocator:
         small = nbytes <= SMALL
         pool = (s.blocks for s in self.segments if s.small == small)
         fits = (b for blocks in pool for b in blocks if b.free and b.bytes >= nbytes)
-        block = min(fits, key=lambda b: b.bytes, default=None) or self.reserve(segment_bytes(nbytes), small)
+        block = min(fits, key=lambda b: b.bytes, default=None) or self.reserve(nbytes)
         rest, blocks = block.bytes - nbytes, block.segment.blocks
         if rest >= MIN_BLOCK if small else rest > SMALL:
             blocks.insert(blocks.index(block) + 1, Block(block.address + nbytes, rest, block.segment))
@@ -112,8 +101,10 @@ class CachingAllocator:
             if 0 <= k < len(blocks) - 1 and blocks[k].free and blocks[k + 1].free:
                 blocks[k].bytes += blocks.pop(k + 1).bytes
 
-    def reserve(self, nbytes: int, small: bool) -> Block:
-        """Reserve a new segment, as one block. Errors: SimulatedOutOfMemory."""
+    def reserve(self, nbytes: int) -> Block:
+        """Reserve a new segment for a request of nbytes, as one block. Errors: SimulatedOutOfMemory."""
+        small, large = nbytes <= SMALL, nbytes >= MIN_LARGE
+        nbytes = SMALL_SEGMENT if small else round_up(nbytes, ROUND_LARGE) if large else LARGE_SEGMENT
         if self.reserved_bytes + nbytes > self.capacity:
             self.reorganisations += 1
             self.release()
@@ -158,45 +149,19 @@ class Rectangle(NamedTuple):
     kind: str
 
 
-def segment_starts(trace: Trace) -> list[tuple[str, int]]:
-    """[(segment, request number at which it begins)] of a Trace, and a last one, "", at its end; "" also
-    stands for what lies between segments. Segments without requests are left out."""
-    of_request, segment = [], OUTSIDE
-    for verb, name, _ in trace.events:
-        if verb in ("begin", "end"):
-            segment = name if verb == "begin" else OUTSIDE
-        else:
-            of_request.append(segment)
-    borders = [i for i, (a, b) in enumerate(pairwise([None, *of_request])) if a != b]
-    return [(of_request[i], i) for i in borders] + [("", len(of_request))]
-
-
 def segment_kind(segment: str) -> str:
     """The kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
     words = segment.rpartition("/")[2].split()
     return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """The caching allocator over some steps: the most bytes allocated (rounded to 512) and reserved, the
-    reorganisations and cudaMallocs; the Rectangles of the tensors and of the segments, on one clock."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    reorganisations: int
-    cuda_mallocs: int
-    tensors: list[Rectangle]
-    segments: list[Rectangle]
-
-
 def simulate_caching(traces: list[Trace], capacity: int | None = None,
-                     planned_only: bool = False) -> Simulation:
-    """The Simulation of one Trace after the other, the cache kept between them: several steps, several
-    lengths.
+                     planned_only: bool = False) -> tuple[CachingAllocator, list[Rectangle]]:
+    """Request one Trace after the other from one allocator of `capacity` bytes, None for no limit: several
+    steps, several lengths. planned_only: without the tensors that a plan leaves to torch.
 
-    capacity: bytes of the device that these may take; None for no limit. planned_only: without the tensors
-    that a plan leaves to torch. Errors: SimulatedOutOfMemory.
+    Returns the allocator as it is then and the Rectangles of all tensors, on one clock. Errors:
+    SimulatedOutOfMemory.
     """
     allocator, tensors, start = CachingAllocator(capacity), [], 0
     for trace in traces:
@@ -211,10 +176,7 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None,
         tensors += [Rectangle(start + r.lower, start + r.upper, addresses[i], r.bytes,
                               segment_kind(r.segment)) for i, r in enumerate(requests)]
         start += len(trace.events) + 1
-    segments = [Rectangle(s.since, min(s.until, start), s.address, s.bytes, "reserved")
-                for s in allocator.history]
-    return Simulation(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes,
-                      allocator.reorganisations, len(allocator.history), tensors, segments)
+    return allocator, tensors
 
 
 def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
