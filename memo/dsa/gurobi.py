@@ -25,22 +25,23 @@ def solve_program(program: Program, seconds: float) -> Relaxed:
     if importlib.util.find_spec("gurobipy") is None:
         raise NoGurobi("gurobipy is not installed")
     import gurobipy
-    from scipy.sparse import csr_matrix
 
-    settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=float(program.stop), MIPGap=0.0,
-                    IntFeasTol=TOLERANCE, FeasibilityTol=TOLERANCE)
+    size, i, j, M, least, best, stop = program
+    first, second = i.tolist(), j.tolist()
+    settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=stop, MIPGap=0.0, IntFeasTol=TOLERANCE,
+                    FeasibilityTol=TOLERANCE)
     try:
         with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
-            columns = np.arange(len(program.lower))
-            kinds = np.where(columns > program.n, "B", "C")  # binary, continuous
-            x = model.addMVar(len(columns), program.lower, program.upper,
-                              (columns == program.n).astype(float), kinds)
-            matrix = csr_matrix((program.values, program.columns, program.starts))
-            model.addMConstr(matrix, x, "<", program.most)  # type: ignore[call-overload]  # types lack these
-            x.setAttr("Start", program.first)
+            at, z = model.addMVar(len(size), ub=M - size), model.addMVar(len(i), vtype="B")
+            peak = model.addMVar(1, least, M, obj=1.0)
+            model.addConstr(at[first] + size[i] <= at[second] + M * z)
+            model.addConstr(at[second] + size[j] <= at[first] + M * (1 - z))
+            model.addConstr(at + size <= peak)
+            for variable, value in ((at, best), (peak, M), (z, best[i] > best[j])):
+                variable.setAttr("Start", value)
             for name, value in settings.items():
                 model.setParam(name, value)
             model.optimize()
-            return np.array(x.X) if model.SolCount else None, model.ObjBound, model.Work
+            return np.array(at.X) if model.SolCount else None, model.ObjBound, model.Work
     except gurobipy.GurobiError as error:
         raise NoGurobi(str(error)) from None

@@ -44,7 +44,7 @@ UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
 ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
 
 Found = tuple[list[int] | None, int, float]  # what a solver returns
-Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: values, bound, seconds
+Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: offsets, bound, seconds
 
 
 @dataclass(frozen=True)
@@ -247,50 +247,36 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
 
 
 class Program(NamedTuple):
-    """The least column n where matrix @ values <= most, the columns up to n real, those after it 0 or 1.
+    """The paper's mixed-integer program: offsets `at` of the least peak at which no two buffers overlap that
+    are alive together, i[k] and j[k]. z[k] is 1 where i[k] lies above j[k], else 0.
 
-    Of the matrix, row r has `values` in `columns` from starts[r] to starts[r + 1]. `lower` and `upper` bound
-    the columns, `first` is a solution. `stop`: a value of column n that is good enough.
+    at_i + size_i <= at_j + M*z,  at_j + size_j <= at_i + M*(1 - z),  at + size <= peak,  least <= peak <= M.
+
+    M is the peak of `best`, offsets that are a solution. A peak of `stop` is good enough. Source: MEMO 4.2.
     """
 
-    n: int
-    stop: int
-    starts: np.ndarray
-    columns: np.ndarray
-    values: np.ndarray
-    most: np.ndarray
-    lower: np.ndarray
-    upper: np.ndarray
-    first: np.ndarray
+    size: np.ndarray
+    i: np.ndarray
+    j: np.ndarray
+    M: float
+    least: float
+    best: np.ndarray
+    stop: float
 
 
 def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
         solve_program: Callable[[Program, float], Relaxed] | None = None) -> Found:
-    """Solve the paper's program by HiGHS, or by `solve_program`. z_ij says that i lies above j, of a
-    conflicting pair; M is the peak of the placement to beat.
-
-    A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
-    """
+    """Solve the part's Program by HiGHS, or by `solve_program`."""
     if solve_program is None and importlib.util.find_spec("highspy") is None:
         return lacking("highspy")
-    n, M = len(part.size), part.peak(best)
-    if n > LARGE:
+    if len(part.size) > LARGE:
         return None, 0, 0.0
-    born, died, size = np.array(part.lower), np.array(part.upper), np.array(part.size)
+    born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
     i, j = np.nonzero(np.triu((born[:, None] < died) & (born < died[:, None]), 1))
-    if (pairs := len(i)) > MOST_PAIRS:
+    if len(i) > MOST_PAIRS:
         return None, 0, 0.0
-    k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
-    above, below = np.stack((one, -one, -M * one), 1), np.stack((-one, one, M * one), 1)
-    pair = np.stack((i, j, n + 1 + k), 1)  # the columns are A_0 .. A_n-1, peak, z
-    program = Program(
-        n, stop, starts=np.concatenate((3 * np.arange(2 * pairs), 6 * pairs + 2 * np.arange(n + 1))),
-        columns=np.concatenate((pair, pair, np.stack((a, np.full(n, n)), 1)), None),
-        values=np.concatenate((above, below, np.tile((1.0, -1.0), (n, 1))), None),
-        most=np.concatenate((-size[i], M - size[j], -size)).astype(float),
-        lower=np.concatenate((np.zeros(n), [max(stop, part.load)], 0 * one)),
-        upper=np.concatenate((M - size, [M], one)).astype(float),
-        first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))).astype(float))
+    program = Program(np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
+                      np.array(best, float), float(stop))
     values, bound, took = (solve_program or _highs)(program, seconds)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
@@ -315,34 +301,30 @@ def _highs(program: Program, seconds: float) -> Relaxed:
     """Solve a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
     import highspy
 
-    n, pairs = program.n, len(program.lower) - program.n - 1
+    size, i, j, M, least, best, stop = program
+    pairs = len(i)
     root_s = pairs * (ROOT_S + ROOT_PAIRS_S * pairs)
     nodes = int((seconds - root_s) / (NODE_S * pairs))
     if nodes < 1:
         return None, -inf, 0.0
-    lp, solver, start = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution()
-    columns = np.arange(len(program.lower))
-    lp.num_row_, lp.num_col_ = len(program.most), len(columns)
-    lp.col_cost_ = (columns == n).astype(float)
-    lp.col_lower_, lp.col_upper_ = program.lower, program.upper
-    lp.row_lower_, lp.row_upper_ = np.full(len(program.most), -highspy.kHighsInf), program.most
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = program[2:5]
-    whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    lp.integrality_ = [whole if c > n else real for c in columns]
-    options = dict(output_flag=False, threads=1, mip_max_nodes=nodes, objective_target=float(program.stop),
-                   mip_rel_gap=0.0, mip_feasibility_tolerance=TOLERANCE,
-                   primal_feasibility_tolerance=TOLERANCE)
+    solver, start = highspy.Highs(), highspy.HighsSolution()
+    options = dict(output_flag=False, threads=1, mip_max_nodes=nodes, objective_target=stop, mip_rel_gap=0.0,
+                   mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE)
     for option, value in options.items():
         solver.setOptionValue(option, value)
-    solver.passModel(lp)
-    start.col_value = program.first.tolist()
+    at = solver.addVariables(len(size), ub=(M - size).tolist(), out_array=True)
+    peak = solver.addVariable(least, M, obj=1.0)
+    z = solver.addBinaries(pairs, out_array=True)
+    solver.addConstrs(at[i] + size[i] <= at[j] + M * z)
+    solver.addConstrs(at[j] + size[j] <= at[i] + M * (1 - z))
+    solver.addConstrs(at + size <= peak)
+    start.col_value = [*best, M, *(best[i] > best[j])]
     solver.setSolution(start)
     solver.run()
     info = solver.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     took = root_s + max(0, info.mip_node_count) * NODE_S * pairs
-    return np.array(solver.getSolution().col_value) if found else None, info.mip_dual_bound, took
+    return np.array(solver.getSolution().col_value[:len(size)]) if found else None, info.mip_dual_bound, took
 
 
 @cache
