@@ -24,7 +24,7 @@ from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
-from memo.planner.plan import Levels, bilevel, one_level
+from memo.planner.plan import Levels, plan_trace
 from memo.planner.rehearsal import traced_requests
 from memo.planner.trace import requests_of
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
@@ -82,10 +82,9 @@ def solve_steps(S, L, time_limit):
     requests = [r for r in requests_of(trace)[0] if r.planned]
     size = dict(n=len(requests), pairs=pairs(requests))
     rows = []
-    for make, name, solvers in ((bilevel, "two levels", SOLVERS),
-                                (one_level, "one level", ("greedy", "auto"))):
+    for one_level, name, solvers in ((False, "two levels", SOLVERS), (True, "one level", ("greedy", "auto"))):
         for solver in solvers:
-            plan = make(trace, solver, ALIGNMENT["cuda"], time_limit)
+            plan = plan_trace(trace, solver, ALIGNMENT["cuda"], time_limit, one_level)
             rows.append(dict(S=S, piece=f"{L} layers, {name}", **size, solver=solver,
                              lower_bound=plan.lower_bound, peak=plan.arena_bytes, proven=plan.proven,
                              seconds=plan.seconds, tracing_s=tracing_s))
@@ -103,7 +102,7 @@ def against_caching(lengths):
     """Rows of one length each, and of several: planned bytes, reserved bytes, reorganisations where room is
     scarce."""
     traces = {S: trace_of(S, 4) for S in lengths}  # a step's layers repeat: four show what 32 do
-    plans = {S: bilevel(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
+    plans = {S: plan_trace(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
     mixed = random.Random(0).choices(sorted(lengths), k=STEPS)
     rows = []
     orders = [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]

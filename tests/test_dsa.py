@@ -112,9 +112,8 @@ def test_a_least_peak_above_the_load_is_proven(rows, solver):
     assert (solution.peak, solution.lower_bound, solution.proven, solution.gap) == (7, 7, True, 0.0)
     greedy = solve(problem, "greedy")
     assert greedy.lower_bound == 6 and not greedy.proven and greedy.gap == greedy.peak / 6 - 1
-    with pytest.raises(NoPlacement, match="capacity=6 exists") as e:
+    with pytest.raises(NoPlacement, match=r"capacity=6 exists \(proven"):
         solve(replace(problem, capacity=6), solver)
-    assert e.value.proven
 
 
 @pytest.mark.parametrize("solver", ["mip", "gurobi", "cpsat", "auto"])
@@ -168,9 +167,8 @@ def test_alignment():
     solution = solve(problem)
     assert (solution.peak, solution.proven, lower_bound(problem)) == (16, True, 16)
     assert all(offset % 4 == 0 for offset in solution.offsets)
-    with pytest.raises(NoPlacement) as e:
+    with pytest.raises(NoPlacement, match=r"exists \(proven"):
         solve(replace(problem, capacity=15))
-    assert e.value.proven
 
 
 def test_greedy_finds_a_placement_of_many():
@@ -236,9 +234,8 @@ def test_hard_instances_fit_where_greedy_does_not():
     for name in ("network_1", "network_4"):
         problem = hard(name, **FAMILIES[name])
         assert lower_bound(problem) == problem.capacity
-        with pytest.raises(NoPlacement) as e:
+        with pytest.raises(NoPlacement, match="was found in 60 s of work"):
             solve(problem, "greedy")
-        assert not e.value.proven
         assert solve(problem, "auto", 60).peak == problem.capacity
 
 
@@ -314,7 +311,7 @@ GOOD = Problem((Buffer("a", 0, 2, 4), Buffer("b", 1, 3, 4), Buffer("c", 2, 4, 4)
     (dict(offsets=(0, 6, 0)), "buffer 'b': offset 6 is not a multiple of alignment=4"),
     (dict(offsets=(0, 0, 4)), r"buffers 'a' at \[0, 4\) and 'b' at \[0, 4\) overlap"),
     (dict(offsets=(0, 4, 4)), "buffers 'b' at .* and 'c' at .* overlap"),
-    (dict(offsets=(0, 8, 0)), "buffer 'b': its end 12 is above peak=8"),
+    (dict(offsets=(0, 8, 0)), "peak=8 is not where the highest buffer ends, 12"),
     (dict(offsets=(0, 12, 0), peak=16), "peak=16 is above capacity=12"),
     (dict(lower_bound=12), "peak=8 is below lower_bound=12"),
     (dict(peak=12), "peak=12 is not where the highest buffer ends, 8"),

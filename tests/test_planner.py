@@ -10,7 +10,7 @@ from memo.command import run
 from memo.dsa.problem import solve
 from memo.files import keep_json, kept_json, readable_json
 from memo.planner.__main__ import main
-from memo.planner.plan import NEAR, Levels, Plan, bilevel, cached_plan, one_level
+from memo.planner.plan import NEAR, Levels, Plan, cached_plan, plan_trace
 from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
 
 
@@ -64,7 +64,7 @@ def test_plans_of_one_and_two_levels_replay():
     for alignment in (1, 64, 512):
         for _ in range(10):
             trace = step(rng, rng.randrange(1, 5))
-            two, one = (make(trace, "greedy", alignment) for make in (bilevel, one_level))
+            two, one = (plan_trace(trace, "greedy", alignment, one_level=one) for one in (False, True))
             assert two.lower_bound == one.lower_bound
             for plan in (two, one):
                 assert_it_replays(trace, plan)
@@ -75,7 +75,7 @@ def test_equal_layers_are_solved_once_and_without_crossings_level_2_costs_nothin
     monkeypatch.setattr("memo.planner.plan.solve",
                         lambda problem, *how: calls.append(len(problem.buffers)) or solve(problem, *how))
     trace = step(random.Random(1), 20, crossing=False)
-    plan = bilevel(trace)
+    plan = plan_trace(trace)
     assert len(calls) == len(plan.levels) < 20  # not 41 segments
     assert_it_replays(trace, plan)
     assert plan.arena_bytes == max(row["peak"] for row in plan.levels)
@@ -95,7 +95,7 @@ def test_a_peak_near_its_bound_is_enough():
 
 
 def test_a_log_without_marks_is_one_segment():
-    plan = bilevel(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\n"
+    plan = plan_trace(parse_trace("malloc a 100\nmalloc b 50\nfree a 100\nmalloc c 100 # again\n\n"
                                "free c 100\nfree b 50\n"))
     assert list(plan.segments) == ["step"] and plan.arena_bytes == plan.lower_bound == 150 and plan.proven
     assert [n for n, _ in plan.segments["step"]] == [100, 50, 100]
@@ -104,13 +104,13 @@ def test_a_log_without_marks_is_one_segment():
 def test_what_is_never_freed_lives_to_the_end_and_what_is_kept_is_not_planned():
     trace = parse_trace("begin a\nmalloc x 10\nmalloc y 20\nend a\n"
                         "begin b\nmalloc z 5\nfree z 5\nfree y 20\nend b\n")
-    assert bilevel(trace).arena_bytes == one_level(trace).arena_bytes == 35
+    assert plan_trace(trace).arena_bytes == plan_trace(trace, one_level=True).arena_bytes == 35
     settled = trace.settled()
-    assert settled.events[1] == ("keep", "x", 10) and bilevel(settled).segments["a"][0] == (10, None)
-    assert bilevel(settled).arena_bytes == 25
+    assert settled.events[1] == ("keep", "x", 10) and plan_trace(settled).segments["a"][0] == (10, None)
+    assert plan_trace(settled).arena_bytes == 25
     assert settled.settled() == settled
     nothing = parse_trace("begin a\nend a\nmalloc x 5\nfree x 5\n")  # outside: not planned
-    assert bilevel(nothing).arena_bytes == 0 and bilevel(nothing).segments == {"a": ()}
+    assert plan_trace(nothing).arena_bytes == 0 and plan_trace(nothing).segments == {"a": ()}
 
 
 def test_the_text_of_a_trace_reads_back():
@@ -192,7 +192,7 @@ def test_a_wrong_placement_is_not_believed(monkeypatch):
         return replace(s, offsets=tuple(max(0, offset - 1) for offset in s.offsets))
     monkeypatch.setattr("memo.planner.plan.solve", wrong)
     with pytest.raises(ValueError, match="buffer|peak"):
-        bilevel(step(random.Random(4), 1))
+        plan_trace(step(random.Random(4), 1))
 
 
 # --- the command line ---

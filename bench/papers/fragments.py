@@ -16,7 +16,7 @@ from bench.papers.page import SIMULATED, Part
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
-from memo.planner.plan import one_level
+from memo.planner.plan import plan_trace
 from memo.planner.rehearsal import FakeArena
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.paper import PAPER
@@ -173,7 +173,8 @@ def reorganisations(every, capacity):
 
 def row(S, room, states):
     every = [trace(S, STEPS)]
-    (free, _), planned = simulate_caching(every), one_level(trace(S, 1), alignment=ALIGNMENT["cuda"])
+    (free, _), planned = simulate_caching(every), plan_trace(trace(S, 1), alignment=ALIGNMENT["cuda"],
+                                                                 one_level=True)
     allocated, reserved = free.peak_allocated_bytes, free.peak_reserved_bytes
     low, high = allocated, reserved
     while high - low > 2**20:  # the least that it runs in

@@ -5,9 +5,6 @@ peak.
 Every problem is first reduced without loss: time is cut where no buffer is alive, and of the other moments
 only those remain at which a greatest set of buffers is alive together; bytes become multiples of the sizes'
 common unit. Source: MEMO 4.2.
-
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S]
-                                    -o plan.csv
 """
 
 import time
@@ -15,18 +12,15 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from memo.command import Arguments
 from memo.dsa import solvers
 from memo.errors import ConfigError
 from memo.keys import shown
 
 SOLVERS = ("auto", "greedy", "mip", "cpsat", "gurobi")
 MOST_BYTES = 2**60  # of all buffers together
-# bounds of options, here and of memo.planner
-ALIGNMENT_BOUNDS: dict[str, Any] = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
-TIME_LIMIT_BOUNDS: dict[str, Any] = dict(least=0.0, most=1e6,
-                                         why="that is eleven days; what is found by then is used")
 
 
 class DsaError(ConfigError):
@@ -39,12 +33,17 @@ class DsaError(ConfigError):
 
 
 class NoPlacement(RuntimeError):
-    """No placement under the capacity. `proven`: there is none; otherwise none was found in the time
-    limit."""
+    """There is no placement under the capacity, or none was found in the time limit."""
 
-    def __init__(self, message: str, proven: bool) -> None:
-        super().__init__(message)
-        self.proven = proven
+
+def solver_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
+    """Add the options of a search for a placement."""
+    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
+    parser.option("--time_limit", float, 60.0, f"seconds of work{time_limit_of}, counted in steps: what is "
+                  "found is the same on every machine, however busy", least=0.0, most=1e6,
+                  why="that is eleven days; what is found by then is used")
+    parser.option("--alignment", int, alignment, "bytes; every offset is a multiple of it; torch has 512 on "
+                  "CUDA", least=1, most=2**30, why="no page of memory is larger than 1 GiB")
 
 
 class Buffer(NamedTuple):
@@ -139,8 +138,6 @@ def validate(problem: Problem, solution: Solution) -> None:
         if offset % a:
             raise ValueError(f"buffer {b.id!r}: offset {offset} is not a multiple of alignment={a}")
         ends.append(offset + b.size + -b.size % a)
-        if ends[-1] > solution.peak:
-            raise ValueError(f"buffer {b.id!r}: its end {ends[-1]} is above peak={solution.peak}")
     if problem.capacity is not None and solution.peak > problem.capacity:
         raise ValueError(f"peak={solution.peak} is above capacity={problem.capacity}")
     if solution.peak < solution.lower_bound:
@@ -193,7 +190,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
             why = "exists (proven" if bound > stop else (
                 f"was found in {time_limit:g} s of work (raise the time limit")
             raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound "
-                              f"{bound * unit}, lowest peak found {peak * unit})", bound > stop)
+                              f"{bound * unit}, lowest peak found {peak * unit})")
         stop = max(stop, peak)
     solution = Solution(tuple(offsets), peak * unit, bound * unit, "+".join(dict.fromkeys(found_by)),
                         time.monotonic() - start)

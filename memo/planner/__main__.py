@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from memo.command import Arguments, end_with_reader, progress, run
-from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
+from memo.dsa.problem import solver_options
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_json
-from memo.planner.plan import Plan, bilevel, one_level
+from memo.planner.plan import Plan, plan_trace
 from memo.planner.trace import LogError, Trace, parse_trace, requests_of
 
 
@@ -18,9 +18,7 @@ def read_argv(argv: list[str]) -> Namespace:
                        "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
-    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
-    parser.option("--alignment", int, 512, "bytes; torch has 512 on CUDA", **ALIGNMENT_BOUNDS)
-    parser.option("--time_limit", float, 60.0, "seconds of work for each problem", **TIME_LIMIT_BOUNDS)
+    solver_options(parser, 512, " for each problem")
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
 
@@ -48,7 +46,7 @@ def main(argv: list[str]) -> None:
         raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
     n, limit = len(trace.events), args.time_limit
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
-        plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, limit)
+        plan = plan_trace(trace, args.solver, args.alignment, limit, args.one_level)
     try:
         save_json(record(plan, trace), args.output)
     except OSError as e:

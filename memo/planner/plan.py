@@ -93,21 +93,23 @@ def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Sol
     return solve(problem, solver, time_limit, enough)
 
 
-def compose(trace: Trace, solver: str, alignment: int, time_limit: float, by_segment: bool) -> Plan:
-    """The validated Plan of a trace, in two levels or in one."""
+def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0,
+               one_level: bool = False) -> Plan:
+    """Plan a trace in two levels: equal segments once, then the step with a pseudo block for each; or all
+    requests at once. Source: MEMO 4.2."""
     start = time.perf_counter()
     requests, spans = requests_of(trace)
     levels = Levels(alignment, solver, time_limit)
     inside: dict[str, list[Request]] = {}
     blocks: list[tuple[list[Request], list[int], tuple[int, int, int]]] = []
     for r in (r for r in requests if r.planned):
-        if by_segment and r.freed_in == r.segment:
+        if one_level:
+            blocks.append(([r], [0], (r.lower, r.upper, r.bytes)))
+        elif r.freed_in == r.segment:
             inside.setdefault(r.segment, []).append(r)
-        elif by_segment:  # to level 2 a segment is one moment: what crosses its border is there throughout
+        else:  # to level 2 a segment is one moment: what crosses its border is there throughout
             upper = spans[r.freed_in][1] if r.freed_in else r.upper
             blocks.append(([r], [0], (spans[r.segment][0], upper, r.bytes)))
-        else:
-            blocks.append(([r], [0], (r.lower, r.upper, r.bytes)))
     lives = {label: [(r.lower, r.upper, r.bytes) for r in mine] for label, mine in inside.items()}
     # the step needs as much as its largest segment: no other one gains by a lower peak
     enough = max(map(levels.bound, lives.values()), default=0) - levels.bound([life for *_, life in blocks])
@@ -140,20 +142,9 @@ def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels
                 {label: tuple(its) for label, its in segments.items()}, tuple(levels))
 
 
-def bilevel(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0) -> Plan:
-    """The Plan of a trace in two levels: equal segments are solved once, then the step with a pseudo block
-    for each. Source: MEMO 4.2."""
-    return compose(trace, solver, alignment, time_limit, by_segment=True)
-
-
-def one_level(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0) -> Plan:
-    """The Plan of a trace, all its requests solved at once."""
-    return compose(trace, solver, alignment, time_limit, by_segment=False)
-
-
 def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1) -> Plan:
-    """The bilevel Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or
-    None, costs time only."""
+    """The Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or None,
+    costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
     sources = (problem.__file__, solvers.__file__)
@@ -165,7 +156,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
             plan = placed(trace, solver, alignment, **kept_json(folder, name))
             if plan.arena_bytes <= MOST_ABOVE * plan.lower_bound:
                 return plan
-    plan = bilevel(trace, solver, alignment, PLANNING_S)
+    plan = plan_trace(trace, solver, alignment, PLANNING_S)
     offsets = [offset for its in plan.segments.values() for _, offset in its if offset is not None]
     keep_json(dict(offsets=offsets, levels=plan.levels, seconds=plan.seconds), folder, name)
     return plan

@@ -54,15 +54,10 @@ class Trace:
 
     def settled(self) -> "Trace":
         """What is never freed, as `keep`."""
-        last = {}
-        for i, (verb, name, _) in enumerate(self.events):
-            if verb == "malloc":
-                last[name] = i
-            elif verb == "free":
-                last.pop(name, None)
-        kept = set(last.values())
-        return Trace(tuple(("keep" if i in kept else verb, name, nbytes)
-                           for i, (verb, name, nbytes) in enumerate(self.events)))
+        never_freed = iter([r.upper == len(self.events) for r in requests_of(self)[0]])
+        return Trace(tuple(
+            ("keep" if verb in ("malloc", "keep") and next(never_freed) else verb, name, nbytes)
+            for verb, name, nbytes in self.events))
 
 
 def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None,
@@ -73,23 +68,22 @@ def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = 
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
-        at = f"{where}:{lines[i] if lines else i}: {verb} {name}"
+        at = f"{where}:{lines[i] if lines else i}: {verb} {name}" + f" {nbytes}" * (VERBS[verb] == 2)
         if VERBS[verb] == 2 and nbytes <= 0:
-            raise LogError(f"{at} {nbytes}: bytes={nbytes} must be at least 1")
-        total += nbytes if verb == "malloc" else -nbytes if verb == "free" else 0
-        if total >= 10**18:
-            raise LogError(f"{at} {nbytes}: bytes in use at one time must stay below 1e18")
-        if verb in ("malloc", "keep"):
-            if name in live:
-                raise LogError(f"{at} {nbytes}: it is allocated already, {live[name]} bytes; free it first")
-            if verb == "malloc":
-                live[name] = nbytes
+            raise LogError(f"{at}: bytes={nbytes} must be at least 1")
+        if verb in ("malloc", "keep") and name in live:
+            raise LogError(f"{at}: it is allocated already, {live[name]} bytes; free it first")
+        if verb == "malloc":
+            live[name] = nbytes
+            total += nbytes
+            if total >= 10**18:
+                raise LogError(f"{at}: bytes in use at one time must stay below 1e18")
         elif verb == "free":
             if name not in live:
-                raise LogError(f"{at} {nbytes}: it is not allocated here; a free needs a malloc of its own "
-                               "before it")
+                raise LogError(f"{at}: it is not allocated here; a free needs a malloc of its own before it")
             if nbytes != (allocated := live.pop(name)):
-                raise LogError(f"{at} {nbytes}: bytes={nbytes} must be {allocated}, as in its malloc")
+                raise LogError(f"{at}: bytes={nbytes} must be {allocated}, as in its malloc")
+            total -= nbytes
         elif verb == "begin":
             if segment != OUTSIDE:
                 raise LogError(f"{at}: segment {segment!r} must end first, segments do not nest")
@@ -97,10 +91,10 @@ def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = 
                 raise LogError(f"{at}: there was a segment of this name already; give each its own")
             segment = name
             seen.add(name)
-        elif segment != name:
-            why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
-            raise LogError(f"{at}: {why}")
-        else:
+        elif verb == "end":
+            if segment != name:
+                why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
+                raise LogError(f"{at}: {why}")
             segment = OUTSIDE
     if segment != OUTSIDE:
         raise LogError(f"{where}: segment {segment!r} must end before the log does")
@@ -139,8 +133,8 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
             segment, spans[name] = OUTSIDE, (spans[name][0], now)
             continue
         if verb == "free":
-            request = live.pop(name)
-            request.upper, request.freed_in = now, segment
+            if request := live.pop(name, None):  # of a part of a trace, another part may have requested it
+                request.upper, request.freed_in = now, segment
         else:
             planned = verb == "malloc" and segment != OUTSIDE
             requests.append(Request(segment, k, nbytes, planned, now, len(trace.events)))
