@@ -59,7 +59,8 @@ class Levels:
 
     def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
         self.alignment, self.solver, self.time_limit = alignment, solver, time_limit
-        self.rows: dict[tuple[Problem, int], dict] = {}
+        self.solutions: dict[tuple[Problem, int], Solution] = {}
+        self.rows: list[dict] = []
 
     def problem(self, lives: Lives) -> Problem:
         """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
@@ -76,19 +77,21 @@ class Levels:
         offsets, peak = [0] * len(lives), 0
         enough = max(enough, int(NEAR * self.bound(lives)))
         for group in components((lower, upper) for lower, upper, _ in lives):
-            problem = self.problem([lives[i] for i in group])
-            many = self.solver == "auto" and len(group) > MOST_SEARCHED
-            s = solved(problem, "greedy" if many else self.solver, self.time_limit, enough)
-            self.rows.setdefault((problem, enough), dict(
-                segment=name, n=len(group), lower_bound=s.lower_bound, peak=s.peak, proven=s.proven,
-                solver=s.solver, seconds=s.seconds))
+            key = self.problem([lives[i] for i in group]), enough
+            if key not in self.solutions:
+                many = self.solver == "auto" and len(group) > MOST_SEARCHED
+                s = solved(key[0], "greedy" if many else self.solver, self.time_limit, enough)
+                self.solutions[key] = s
+                self.rows.append(dict(segment=name, n=len(group), lower_bound=s.lower_bound, peak=s.peak,
+                                      proven=s.proven, solver=s.solver, seconds=s.seconds))
+            s = self.solutions[key]
             peak = max(peak, s.peak)
             for i, offset in zip(group, s.offsets, strict=True):
                 offsets[i] = offset
         return offsets, peak
 
 
-@lru_cache(64)  # the layers of a step are alike, and are planned without its head, too
+@lru_cache(64)  # the layers of a step are planned without its head, too
 def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Solution:
     return solve(problem, solver, time_limit, enough)
 
@@ -120,7 +123,7 @@ def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limi
     places = {(r.segment, r.k): base + offset for (mine, offsets, _), base in zip(blocks, bases, strict=True)
               for r, offset in zip(mine, offsets, strict=True)}
     in_order = [places[r.segment, r.k] for r in requests if r.planned]
-    return placed(trace, solver, alignment, in_order, [*levels.rows.values()], time.perf_counter() - start)
+    return placed(trace, solver, alignment, in_order, levels.rows, time.perf_counter() - start)
 
 
 def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels: list[dict],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class FakeArena(TorchDispatchMode):
 
     def __init__(self, requests: RequestsOf | None = None) -> None:
         super().__init__()
-        self.requests, self.ids = requests, 0
+        self.requests, self.ids = requests, count(1)
         self.log: list[Entry] = []
         self.makers: dict[tuple, list[Callable[[], Any]]] = {}
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
@@ -192,10 +193,8 @@ class FakeArena(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         result = self.result(func, args, kwargs or {})
-        own = []
-        for nbytes in self.requests(func.name(), args) if self.requests else ():
-            self.ids += 1
-            own.append((str(self.ids), nbytes))
+        sizes = self.requests(func.name(), args) if self.requests else ()
+        own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
@@ -220,19 +219,17 @@ class FakeArena(TorchDispatchMode):
         new = [t.untyped_storage() for t in tensors_in((result,)) if t.untyped_storage()._cdata not in old]
         self.note(new)
         results = result if isinstance(result, tuple) else (result,)
-        if not all(one is None or isinstance(one, torch.Tensor) for one in results):
-            return result  # others may depend on values
-        makers = [*map(maker_of, results)]
-        alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
-        if alike == [storage.nbytes() for storage in new]:
-            self.makers[key] = makers  # each result has memory of its own, and no more than its shape needs
+        if all(value is None or isinstance(value, torch.Tensor) for value in results):  # no numbers
+            makers = [*map(maker_of, results)]
+            alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
+            if alike == [storage.nbytes() for storage in new]:
+                self.makers[key] = makers  # each has memory of its own, and no more than its shape needs
         return result
 
     def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
             if storage.nbytes() and storage not in self.known:
-                self.ids += 1
-                event = (str(self.ids), storage.nbytes())
+                event = (str(next(self.ids)), storage.nbytes())
                 self.known[storage] = event
                 self.log.append(("malloc", *event))
                 weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False

@@ -60,7 +60,7 @@ class Trace:
             for verb, name, nbytes in self.events))
 
 
-def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None,
+def checked_trace(events: list[Entry], lines: list[int] | None = None,
                   where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
@@ -147,7 +147,8 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
 
 def parse_trace(text: str, where: str = "requests") -> Trace:
     """The Trace of a text log; empty lines and what follows # are skipped. Errors: LogError."""
-    events, lines = [], []
+    events: list[Entry] = []
+    lines = []
     for number, line in enumerate(text.split("\n"), 1):
         verb, *words = line.partition("#")[0].split() or [""]
         if not verb:
@@ -158,7 +159,7 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
         if VERBS[verb] == 1:
             if not words:
                 raise LogError(f"{at}: {verb} needs the name of a segment")
-            event = verb, " ".join(words), 0
+            events.append((verb, " ".join(words), 0))
         else:
             if len(words) != 2:
                 raise LogError(f"{at}: {line.strip()!r} must be {verb} <tensor> <bytes>")
@@ -166,7 +167,6 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
                 raise LogError(f"{at}: bytes={words[1]!r} must be a whole number")
             if len(words[1]) > 18:
                 raise LogError(f"{at}: bytes={words[1]} must be below 1e18")
-            event = verb, words[0], int(words[1])
-        events.append(event)
+            events.append((verb, words[0], int(words[1])))
         lines.append(number)
     return checked_trace(events, lines, where)
