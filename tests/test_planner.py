@@ -144,9 +144,9 @@ def test_a_plan_is_made_once_and_cached(tmp_path, monkeypatch):
         assert cached_plan(trace, folder).segments == plan.segments  # no folder: no cache
 
 
-def moved(stored, by):
-    """The highest place moved up."""
-    stored["offsets"][stored["offsets"].index(max(stored["offsets"]))] += by
+def moved(stored):
+    """The highest place moved up, so that it is not aligned."""
+    stored["offsets"][stored["offsets"].index(max(stored["offsets"]))] += 3
 
 
 @pytest.mark.parametrize("poison", [
@@ -157,7 +157,7 @@ def moved(stored, by):
     lambda stored: stored.update(offsets=[at - 64 for at in stored["offsets"]]),
     lambda stored: stored.update(offsets=[float(at) for at in stored["offsets"]]),
     lambda stored: stored.update(offsets=[at or False for at in stored["offsets"]]),
-    lambda stored: moved(stored, 3), lambda stored: moved(stored, 12 * 2**30)])
+    moved])
 def test_a_poisoned_plan_is_made_again(tmp_path, poison):
     trace = step(random.Random(3), 2)
     first = next(name for verb, name, _ in trace.events if verb == "malloc" and name.startswith("0."))
