@@ -3,7 +3,6 @@
 import sys
 from argparse import Namespace
 from dataclasses import asdict
-from typing import Any
 
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import solver_options
@@ -23,7 +22,7 @@ def read_argv(argv: list[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def record(plan: Plan, trace: Trace) -> dict[str, Any]:
+def record(plan: Plan, trace: Trace) -> dict[str, object]:
     """Make the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
     names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
              for label, its in trace.segments.items()}

@@ -10,11 +10,12 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.backends import workspaces
-from memo.planner.allocator import Arena, NoArena
+from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.protocols import Model
 from memo.schedule.streams import open_streams
@@ -36,7 +37,7 @@ class Rehearsal(NoArena):
         self.first: dict[str, str] = {}
         self.order: dict[str, str] = {}
 
-    def run(self, label: str, work: Callable, *args: Any) -> None:
+    def run(self, label: str, work: Callable, *args: object) -> Any:
         name, _, unit = label.rpartition(" ")
         layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
         if subsequence and self.subsequences and int(subsequence) not in self.subsequences:
@@ -144,7 +145,7 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 @cache
-def kind_of(func: Any) -> tuple[str, list[str], int]:
+def kind_of(func: OpOverload) -> tuple[str, list[str], int]:
     """What an operation does with tensors: ("writes", "views" or "makes", the arguments that it writes, how
     many results it has, which are the first of these where it makes none)."""
     results = [r.alias_info for r in func._schema.returns]
@@ -154,7 +155,7 @@ def kind_of(func: Any) -> tuple[str, list[str], int]:
     return "makes" if makes else "writes" if written else "views", written, len(results)
 
 
-def described(value: Any) -> Any:
+def described(value: object) -> object:
     """Equal for arguments of an operation that give results of the same shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
@@ -176,10 +177,10 @@ class FakeArena(TorchDispatchMode):
         super().__init__()
         self.requests, self.ids = requests, count(1)
         self.log: list[Entry] = []
-        self.makers: dict[tuple, list[Callable[[], Any]]] = {}
+        self.makers: dict[tuple, list[Callable[[], torch.Tensor | None]]] = {}
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         self.log.append(("begin", label, 0))
         with self:
             result = work(*args)
@@ -190,15 +191,15 @@ class FakeArena(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or torch's compiler, which never sees this, would be told to leave it alone each time
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
-                           kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
+                           kwargs: dict | None = None) -> object:
         result = self.result(func, args, kwargs or {})
         sizes = self.requests(func.name(), args) if self.requests else ()
         own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
-    def result(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def result(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
         """func(*args, **kwargs), whose new memory is noted. On tensors without values most operations take
         long for nothing: those that write are left out, and others where their results are known by shape."""
         kind, names, n = kind_of(func)
