@@ -1,6 +1,5 @@
 """Placements are the best (brute force), the validator finds every broken rule, mistakes are one line."""
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -144,13 +143,20 @@ def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
 @pytest.mark.parametrize("solver, package", [("auto", "ortools"), ("cpsat", "ortools"), ("mip", "highspy")])
 def test_a_package_that_is_not_there_costs_only_quality(solver, package, monkeypatch, capsys):
     solvers.say.cache_clear()
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "highspy" else real(name))
+    for name in ("ortools.sat.python", "highspy"):
+        monkeypatch.setitem(sys.modules, name, None)
     for _ in range(2):
         solution = solve(problem_of(GAPS[0]), solver)
         validate(problem_of(GAPS[0]), solution)
     assert capsys.readouterr().err.count(f"{package} is not installed, it would look for better") == 1
+
+
+def test_without_gurobi_highs_solves_its_program_and_a_line_says_so(monkeypatch, capsys):
+    solvers.say.cache_clear()
+    monkeypatch.setitem(sys.modules, "gurobipy", None)
+    for _ in range(2):
+        assert solve(problem_of(GAPS[1]), "gurobi").proven
+    assert capsys.readouterr().err == "gurobi: gurobipy is not installed; going on with HiGHS\n"
 
 
 def test_a_part_gains_nothing_below_the_peak_of_another():

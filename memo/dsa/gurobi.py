@@ -1,7 +1,5 @@
 """The paper's program solved by Gurobi, whose licence is the user's: imported only where it is asked for."""
 
-import importlib.util
-
 import numpy as np
 
 from memo.dsa.solvers import TOLERANCE, Found, Part, Program, Relaxed, mip, say
@@ -22,10 +20,10 @@ def gurobi(part: Part, best: list[int], stop: int, highest: int, seconds: float)
 
 def solve_program(program: Program, seconds: float) -> Relaxed:
     """Solve a Program. Errors: NoGurobi."""
-    if importlib.util.find_spec("gurobipy") is None:
-        raise NoGurobi("gurobipy is not installed")
-    import gurobipy
-
+    try:
+        import gurobipy
+    except ImportError:
+        raise NoGurobi("gurobipy is not installed") from None
     size, i, j, M, least, best, stop = program
     first, second = i.tolist(), j.tolist()
     settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=stop, MIPGap=0.0, IntFeasTol=TOLERANCE,

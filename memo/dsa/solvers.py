@@ -11,7 +11,6 @@ Seconds are of work: steps are counted, each for what it takes on a core of the 
 written, and no clock is read. One thread does all. So a result is the same on every machine, however busy.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -267,8 +266,6 @@ class Program(NamedTuple):
 def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
         solve_program: Callable[[Program, float], Relaxed] | None = None) -> Found:
     """Solve the part's Program by HiGHS, or by `solve_program`."""
-    if solve_program is None and importlib.util.find_spec("highspy") is None:
-        return lacking("highspy")
     if len(part.size) > LARGE:
         return None, 0, 0.0
     born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
@@ -299,8 +296,10 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> li
 
 def _highs(program: Program, seconds: float) -> Relaxed:
     """Solve a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
-    import highspy
-
+    try:
+        import highspy
+    except ImportError:
+        return lacking("highspy")
     size, i, j, M, least, best, stop = program
     pairs = len(i)
     root_s = pairs * (ROOT_S + ROOT_PAIRS_S * pairs)
@@ -334,7 +333,7 @@ def libraries() -> tuple[str, ...]:
     return tuple(f"{name} {found.version}" for name in names for found in distributions(name=name))
 
 
-def lacking(package: str) -> Found:
+def lacking(package: str) -> tuple[None, int, float]:
     """Say once that a solver's package is not there: what others have found stays."""
     say(f"{package} is not installed, it would look for better placements; try pip install {package}")
     return None, 0, 0.0
