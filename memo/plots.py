@@ -12,9 +12,9 @@ import numpy as np
 
 from memo.estimate.budget import Estimate
 from memo.files import replacing, save_bytes
-from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, segment_starts, simulate_caching
+from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, simulate_caching
 from memo.planner.plan import Plan
-from memo.planner.trace import Trace
+from memo.planner.trace import Trace, requests_of
 from memo.schedule.spans import Span
 
 BLUE, ORANGE, GREY, RED, GREEN, PALE = "#2563a8", "#d9730d", "#8a8f98", "#c8102e", "#2e8b57", "#7fb2e5"
@@ -202,15 +202,16 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
     torch's caching allocator would, simulated from an empty cache. Both have the same scale, while the lower
     one is up to 4 times as high. Tensors that the plan leaves to torch are in neither.
 
-    Errors: ValueError: the plan has no place for any tensor of the trace.
+    Errors: ValueError: the trace requests no tensor that a plan may have.
     """
     tensors = planned_rectangles(trace, plan)
     if not tensors:
-        raise ValueError("plan must have a place for at least one tensor of the trace; give the plan of this "
-                         "trace")
-    cache = simulate_caching([trace], planned_only=True)
-    labels, begins = zip(*segment_starts(trace), strict=True)
-    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, *cache.steps, cache.segments))
+        raise ValueError("trace must request at least one tensor that a plan may have")
+    cache, cached = simulate_caching([trace], planned_only=True)
+    segments = [Rectangle(s.since, s.until, s.address, s.bytes, "reserved") for s in cache.history]
+    spans = [(label, *span) for label, span in requests_of(trace)[1].items() if span[0] < span[1]]
+    labels, begins = [label for label, *_ in spans], [*(lower for _, lower, _ in spans), spans[-1][2]]
+    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, cached, segments))
     arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
     unit, name = scale(plan.arena_bytes)
     tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
@@ -224,8 +225,8 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
                                      label=f"lower bound, {size_text(plan.lower_bound)}"))]
     lines = lines[:1] if plan.proven else lines
     heads = (f"planned: {planned} for the whole step",
-             f"torch's caching allocator (simulated): reserves {size_text(cache.reserved_bytes)}, "
-             f"{cache.reserved_bytes / plan.arena_bytes:.2f}x planned")
+             f"torch's caching allocator (simulated): reserves {size_text(cache.peak_reserved_bytes)}, "
+             f"{cache.peak_reserved_bytes / plan.arena_bytes:.2f}x planned")
     plt = pyplot()
     with picture(png_path, 2, figsize=(12, 7.7), sharex=True, height_ratios=heights) as (fig, axes):
         parts = zip(axes, (tensors, cached), (arena, segments), tops, heads, strict=True)

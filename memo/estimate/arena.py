@@ -36,7 +36,7 @@ from memo.layer import (
     makes_queries_early,
     travelling,
 )
-from memo.planner.plan import ALIGNMENT, PLANNING_S, bilevel
+from memo.planner.plan import ALIGNMENT, PLANNING_S, plan_trace
 from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
 
@@ -89,7 +89,7 @@ TraceOf = Callable[[Keys], Trace]
 def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace: Trace) -> int:
-        return bilevel(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+        return plan_trace(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
               for event in events]
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from memo.files import cache_place, keep, kept, open_file, regular
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
+Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")
 Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
@@ -120,7 +122,7 @@ class NoArena:
 
     plans = ()
 
-    def run(self, label: str, work: Callable, *args: object) -> object:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         return work(*args)
 
     def settle(self) -> bool:
@@ -158,7 +160,7 @@ class Arena:
         if self.stats().requests != 1:
             raise Unavailable("this torch's allocator has another interface")
 
-    def run(self, label: str, work: Callable, *args: object) -> object:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
         not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
