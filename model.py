@@ -52,10 +52,11 @@ from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams, settle
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
-from memo.subsequences import slice_lengths, unit_rows
+from memo.subsequences import slice_lengths
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
+from memo.swap.placing import all_kept
 from memo.views import bucket_views, views
 
 
@@ -156,12 +157,7 @@ class GPT:
         every layer keeps its own on the device. `streams`, `pin`: see Swap."""
         cfg, tp = self.cfg, self.mesh.weights
         self.close()  # free the old before taking the new
-        several = unit_rows(cfg, B, T)
-        N = max(1, len(several["cuts"]))
-        # as many buffers as units: nobody takes turns, nothing is copied
-        layers = len(self.blocks)
-        units = layers * N + sum(piece.layers for piece in several["guests"])
-        placement = placement or Placement(layers, units, B * T // tp.size, **several)
+        placement = placement or all_kept(cfg, B, T)
         start, end = self.buckets[1]  # those of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                          key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start,
@@ -213,8 +209,8 @@ class GPT:
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
-        p = Placement(n_layer or len(self.blocks), 1, B * T // self.mesh.weights.size, nothing, keys=keys,
-                      **unit_rows(self.cfg, B, T))
+        p = replace(all_kept(self.cfg, B, T), n_layer=n_layer or len(self.blocks), n_buffers=1, kept=nothing,
+                    keys=keys)
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
         self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)

@@ -16,7 +16,6 @@ import sys
 
 from memo import command
 from memo.config import Config
-from memo.console import guard_console
 from memo.load_config import keys_help, load_config
 from memo.manifest import Damaged
 
@@ -38,8 +37,8 @@ def answer(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":  # a typo and --help are answered at once: to import torch takes seconds
-    guard_console()
-    command.answer_early(answer)
+    command.guard_console()
+    command.answer_early(answer, trains=True)
 
 import math
 import time

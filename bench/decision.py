@@ -201,7 +201,7 @@ def grid(S, device, measured, rate):
             fixed, ways = replace(cfg, alpha=alpha), []
             for way in ways_of(cfg):
                 problem = problem_of(fixed, 4, rates, room, **way)
-                problem = replace(problem, placement=placed(cfg, n, n_rows(cfg), **way))
+                problem = replace(problem, placement=placed(cfg, n, **way))
                 ways.append(place_rows(fixed, problem)[0])
             ways = [p for p in ways if activations(cfg, p) <= room.spare_bytes and (n, p.kept) not in seen]
             if ways:

@@ -24,8 +24,9 @@ from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
-from memo.planner.plan import Levels, bilevel, one_level, requests_of
+from memo.planner.plan import Levels, plan_trace
 from memo.planner.rehearsal import traced_requests
+from memo.planner.trace import requests_of
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
 from memo.swap.placement import Placement
 from model import GPT
@@ -59,7 +60,7 @@ def pairs(buffers):
 
 def solve_pieces(S, time_limit):
     """Rows of every solver on a layer's forward and backward at S."""
-    requests, *_ = requests_of(trace_of(S, 1))
+    requests = [r for r in requests_of(trace_of(S, 1))[0] if r.planned]
     rows = []
     for kind in ("forward", "backward"):
         mine = [(r.lower, r.upper, r.bytes) for r in requests if r.segment.endswith(f"/{kind} 0")]
@@ -78,13 +79,12 @@ def solve_steps(S, L, time_limit):
     start = time.perf_counter()
     trace = trace_of(S, L)
     tracing_s = time.perf_counter() - start
-    requests, *_ = requests_of(trace)
+    requests = [r for r in requests_of(trace)[0] if r.planned]
     size = dict(n=len(requests), pairs=pairs(requests))
     rows = []
-    for make, name, solvers in ((bilevel, "two levels", SOLVERS),
-                                (one_level, "one level", ("greedy", "auto"))):
+    for one_level, name, solvers in ((False, "two levels", SOLVERS), (True, "one level", ("greedy", "auto"))):
         for solver in solvers:
-            plan = make(trace, solver, ALIGNMENT["cuda"], time_limit)
+            plan = plan_trace(trace, solver, ALIGNMENT["cuda"], time_limit, one_level)
             rows.append(dict(S=S, piece=f"{L} layers, {name}", **size, solver=solver,
                              lower_bound=plan.lower_bound, peak=plan.arena_bytes, proven=plan.proven,
                              seconds=plan.seconds, tracing_s=tracing_s))
@@ -102,23 +102,23 @@ def against_caching(lengths):
     """Rows of one length each, and of several: planned bytes, reserved bytes, reorganisations where room is
     scarce."""
     traces = {S: trace_of(S, 4) for S in lengths}  # a step's layers repeat: four show what 32 do
-    plans = {S: bilevel(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
+    plans = {S: plan_trace(trace, alignment=ALIGNMENT["cuda"]) for S, trace in traces.items()}
     mixed = random.Random(0).choices(sorted(lengths), k=STEPS)
     rows = []
     orders = [(f"{S:,}", [S] * 2) for S in lengths] + [("growing", sorted(lengths)), ("mixed", mixed)]
     for name, order in orders:
         planned = max(plans[S].arena_bytes for S in order)
-        free = simulate_caching([traces[S] for S in order], planned_only=True)
+        free, _ = simulate_caching([traces[S] for S in order], planned_only=True)
         try:
-            tight = simulate_caching([traces[S] for S in order], int(ROOM * planned), planned_only=True)
+            tight, _ = simulate_caching([traces[S] for S in order], int(ROOM * planned), planned_only=True)
             reorganisations = tight.reorganisations
         except SimulatedOutOfMemory:
             reorganisations = "OOM"
-        rows.append(dict(lengths=name, order=order, planned_bytes=planned, reserved_bytes=free.reserved_bytes,
-                         allocated_bytes=free.allocated_bytes, cuda_mallocs=free.cuda_mallocs,
-                         reorganisations=reorganisations))
-        print(f"{name:>10}{planned / 2**20:12.0f}{free.reserved_bytes / 2**20:12.0f}"
-              f"{free.reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
+        rows.append(dict(lengths=name, order=order, planned_bytes=planned,
+                         reserved_bytes=free.peak_reserved_bytes, allocated_bytes=free.peak_allocated_bytes,
+                         cuda_mallocs=len(free.history), reorganisations=reorganisations))
+        print(f"{name:>10}{planned / 2**20:12.0f}{free.peak_reserved_bytes / 2**20:12.0f}"
+              f"{free.peak_reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
     S = min(lengths, key=lambda S: abs(S - 131072))
     memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens")
     return rows

@@ -10,7 +10,6 @@ Writes bench/results/subsequence_step.json and subsequence_step.png. A part that
 file has.
 """
 
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,8 @@ from bench.machine import store_parts
 from memo.config import Config
 from memo.memory import plan_memory
 from memo.optim import Optimizer
-from memo.planner.caching import planned_rectangles, segment_starts
+from memo.planner.caching import planned_rectangles
+from memo.planner.trace import requests_of
 from memo.plots import REGION_COLORS, plain, pyplot
 from memo.schedule.streams import open_streams
 from memo.subsequences import subsequence_lengths
@@ -111,8 +111,8 @@ def of_keys(swap, begin, end):
 
 def of_arena(trace, plan, begin, end):
     """The same of the arena's tensors, whose requests are spread evenly over the span of their segment."""
-    at, seconds, starts = [], [], segment_starts(trace)
-    for (segment, first), (_, stop) in pairwise(starts):
+    at, seconds = [], []
+    for segment, (first, stop) in requests_of(trace)[1].items():
         label = segment.rpartition("/")[2]
         if label in begin:
             at += [first, stop]
@@ -142,7 +142,7 @@ def step_regions(N, S=2**13):
     model = GPT(cfg, CPU, torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
-    model.reserve(1, S, placed(cfg, 2, S))
+    model.reserve(1, S, placed(cfg, 2))
     plan_memory(cfg, model)
     spans_of(model, backward=True)  # warms up
     spans = [s for s in spans_of(model, backward=True) if s.kind == "launch"]

@@ -30,12 +30,12 @@ from memo.layer import layer_of
 from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.optim import Optimizer
-from memo.parallel.mesh import noted_mesh
 from memo.plots import plain
 from memo.schedule.streams import open_streams
 from memo.swap.buffers import Swap
 from memo.swap.placing import placed
 from model import GPT, initial_weights
+from testing.notes import noted_mesh
 from testing.rendezvous import validate_programs
 
 RESULTS = Path(__file__).parent / "results"
@@ -105,7 +105,7 @@ def small_model(S, N):
     optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))
     n = S * cfg.batch_size
     tensors = layer_of(cfg).tensors(1, S, 4)
-    model.reserve(1, S, placed(cfg, 2, n, dict.fromkeys(tensors, n)))
+    model.reserve(1, S, placed(cfg, 2, dict.fromkeys(tensors, n)))
     return model, open_dataset("stdlib", S).batch("train", 0, 0, 1, S, 0)
 
 
@@ -120,7 +120,7 @@ def regions_of(cfg):
     """{region: bytes} of a rank's activations, of the tensors that a run would make, on the meta device."""
     n = cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
     half = {t.name: n // 2 if t.group else n for t in layer_of(cfg).skeletal}
-    placement = placed(cfg, 2, n, half)
+    placement = placed(cfg, 2, half)
     heads = layer_of(cfg).kv_heads // cfg.tp
     with patch("memo.swap.buffers.HostSlab", NoSlab):
         swap = Swap(placement, layer_of(cfg), cfg.batch_size, cfg.block_size // cfg.cp, torch.bfloat16,

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from memo.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 from memo.errors import Unusable
 from memo.layer import heads_at_once
+from memo.parallel.visits import Visits
 
 # what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
 # forward has out=, where it writes; `label`: its name and version, and why it was chosen; `start`: a ring's
@@ -31,6 +31,8 @@ Attention = namedtuple("Attention", "name forward backward heads takes_out label
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
+Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]  # that of an ops.Ops
+Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see cp.py
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -49,7 +51,7 @@ def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> l
     return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
 
 
-def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
     """The keys and values of other ranks that attend() and attend_backward() of H heads of queries take
     first, for their `coming`; None where they are sent nowhere."""
     if attention.start is None:
@@ -59,8 +61,8 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
     return attention.start(k[:, :, kv], v[:, :, kv])
 
 
-def ends(groups: list[tuple[slice, slice]], h: slice, coming: Any,
-         meanwhile: Callable | None) -> dict[str, Any]:
+def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
+         meanwhile: Meanwhile | None) -> dict[str, object]:
     """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
     given = dict(coming=coming if h is groups[0][0] else None,
                  meanwhile=meanwhile if h is groups[-1][0] else None)
@@ -68,8 +70,8 @@ def ends(groups: list[tuple[slice, slice]], h: slice, coming: Any,
 
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Any = None,
-           meanwhile: Callable | None = None) -> None:
+           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Visits | None = None,
+           meanwhile: Meanwhile | None = None) -> None:
     """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
     `meanwhile` is called between the blocks of a ring (cp.py)."""
     B, T, H, D = q.shape
@@ -85,7 +87,7 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                    coming: Any = None, meanwhile: Callable | None = None) -> Gradients:
+                    coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> Gradients:
     """-> dq, dk, dv; `coming`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v:
     each gradient exists once. Groups that share a head of keys and values come one after the other: their
     gradients of it are summed in fp32."""
@@ -217,26 +219,26 @@ UNUSED = dict.fromkeys(
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
 
 
-def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """{name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
-def bound(module: ModuleType, name: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Callable:
+def bound(module: ModuleType, name: str, needed: Sequence[str],
+          optional: Sequence[str] = ()) -> Callable[..., Result]:
     """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of
     `optional` those that it has. Errors: Unusable where its parameters are others."""
     if not hasattr(module, name):
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
     known = parameters_of(function)
-    theirs: dict[str, Any] = {ours: next((s for s in SPELLINGS.get(ours, (ours,)) if s in known), None)
-                              for ours in needed}
-    if lacking := [ours for ours, name_ in theirs.items() if name_ is None]:
+    theirs = {ours: s for ours in needed for s in reversed(SPELLINGS.get(ours, (ours,))) if s in known}
+    if lacking := [ours for ours in needed if ours not in theirs]:
         raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
     required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
     if unknown := [n for n in required if n not in UNUSED]:
         raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
-    fixed: dict[str, Any] = {n: UNUSED[n] for n in required}
+    fixed = {n: UNUSED[n] for n in required}
     theirs |= {ours: ours for ours in optional if ours in known}
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 

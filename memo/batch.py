@@ -5,13 +5,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from memo.errors import ConfigError, DataError, reason
-from memo.files import STRETCH_BYTES, STRETCHES, fingerprint, load_json, open_file
+from memo.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
 from memo.parallel.cp import interleaved
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DATA, DTYPES
@@ -68,17 +67,17 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
-    """The checked meta.json of a dataset folder with `splits`. Errors: ConfigError: it is missing, or not as
-    memo/tokens.py writes it."""
+    """The meta.json of a folder with `splits`. Errors: ConfigError: it is not as memo/tokens.py writes it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
-    meta: Any = load_json(path, remedy)
+    meta = load_json(path, remedy)
 
     def check(name: str, value: object, right: bool, rule: str) -> None:
         if not right:
             raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
-    dtype, vocab_size, counts = meta.get("dtype"), meta.get("vocab_size"), meta.get("counts")
+    counts: Json = meta.get("counts")
+    dtype, vocab_size = meta.get("dtype"), meta.get("vocab_size")
     check("dtype", dtype, isinstance(dtype, str) and dtype in DTYPES, " or ".join(DTYPES))
     check("vocab_size", vocab_size, type(vocab_size) is int and 1 <= vocab_size <= 2**32,
           "a whole number, 1 to 2**32")
@@ -94,21 +93,9 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
     return meta
 
 
-def check_tokenizer(folder: Path, meta: dict) -> None:
-    """Errors: ConfigError: the folder's tokenizer.json did not make the dataset, or cannot be used."""
-    path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
-    if path.exists():
-        load_tokenizer(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
-    if sha256 and found != sha256:
-        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its "
-                          f"sha256; put that one there, or {prepare_again(folder)}")
-
-
 class Ids:
-    """The token ids of one .bin: len(), and slices, which are read from the file when they are asked
-    for. A mapped file that is cut short would kill the process. Errors: ConfigError: not there, or not
-    `count` ids long."""
+    """The token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that is
+    cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
@@ -167,7 +154,12 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
     if block_size + 1 > (n := len(tokens[shortest])):
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
-    check_tokenizer(folder, meta)
+    path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
+    if path.exists():
+        load_tokenizer(path)
+    if sha256 and not (path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256):
+        raise ConfigError(f"{path} is not the tokenizer that made this dataset, which meta.json names by its "
+                          f"sha256; put that one there, or {prepare_again(folder)}")
     known: dict[str, str] = {}
     for split, ids in tokens.items():
         here = fingerprint(ids.path, whole)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from memo.attention import Attention, attend, attend_backward
 from memo.config import Config
 from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
 from memo.layer import KEYS_VALUES, layer_of
-from memo.matmul import matmul_of
+from memo.matmul import Linear, Rows, matmul_of
 from memo.ops import Ops, gelu_backward, gelu_forward
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
@@ -171,11 +170,11 @@ class Block:
             self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
         return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
-    def kept(self, s: Activations, name: str) -> Any:
+    def kept(self, s: Activations, name: str) -> Rows:
         """The skeletal tensor `name`, an input of products, as they take it."""
         return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
 
-    def columns(self, s: Activations, linears: dict[str, tuple], x: Any, rows: dict[str, slice]) -> None:
+    def columns(self, s: Activations, linears: dict[str, Linear], x: Rows, rows: dict[str, slice]) -> None:
         """The skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
@@ -203,11 +202,12 @@ class Block:
         dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
 
-    def norm(self, name: str, s: Activations, r: slice) -> tuple:
+    def norm(self, name: str, s: Activations,
+             r: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """(weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
-        kept = (getattr(s, f"{name}_{what}", None) for what in ("mean", "rstd"))
-        return w, b, *(t if t is None else t[r] for t in kept)
+        mean, rstd = (getattr(s, f"{name}_{what}") for what in ("mean", "rstd"))
+        return w, b, None if mean is None else mean[r], rstd[r]
 
     def attention_at(self, turn: torch.Tensor | None) -> Attention:
         """The Attention of q and k as the layer keeps them."""

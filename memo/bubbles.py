@@ -19,7 +19,7 @@ from memo.layer import tensors_of
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.step import Step
 from memo.stages import head_share
-from memo.subsequences import subsequence_lengths, unit_rows
+from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, rests
@@ -72,7 +72,7 @@ def measured_ends(cfg: Config, rates: Rates | None) -> Ends | None:
     memo/stages.py counts it; its gradients take twice as long. Messages take no time."""
     if rates is None:
         return None
-    free = (0.0,) * len(unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)["cuts"])
+    free = (0.0,) * len(subsequence_lengths(cfg))
     return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
 
 
@@ -148,7 +148,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         return True
     if take(adaptive, 1.0):
         return found
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[bool, bool, int], list[int]] = {}
     for k in adaptive:
         alike.setdefault(stages[k].cfg.stage_kind, []).append(k)
     for those in alike.values():

@@ -22,39 +22,28 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from memo import manifest
 from memo.command import progress, start_thread
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
-from memo.files import own_folder, regular, save_bytes, sync_folder
+from memo.files import JsonObject, own_folder, regular, save_bytes, sync_folder
 from memo.flat import model_parameters
-from memo.manifest import (
-    CHECKPOINT,
-    CHECKPOINT_JSON,
-    FORMAT,
-    METADATA,
-    SAVE,
-    Damaged,
-    checkpoints,
-    damaged,
-    last_good,
-    latest,
-    manifest_text,
-    newest,
-    read_error,
-)
+from memo.manifest import CHECKPOINT, CHECKPOINT_JSON, METADATA, SAVE, Damaged, checkpoints, last_good, latest
 from memo.optim import Optimizer
 from memo.parallel.axis import come
 from memo.protocols import Model
 from memo.shards import Reader
-from memo.snapshot import Copier
+from memo.swap.slab import HostSlab
 from memo.views import Piece, is_finite, whole
 
 READ_BYTES = 2**24
+STAGED_BYTES = 2**24  # of a block of page-locked memory: enough for a bus's full speed
+T = TypeVar("T")
 LESS = "try a lower --learning_rate or more --warmup_iters"
 
 
@@ -66,7 +55,39 @@ def crc32(path: Path) -> int:
     return crc
 
 
-# --- writing ---
+class Copier:
+    """Copies pieces to the host while training goes on, from a GPU through two small blocks of page-locked
+    host memory: its copies to other memory are slow."""
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+        self.slab: HostSlab | None = None  # page-locked once
+
+    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
+        """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
+        if reached is None:
+            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
+        copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
+        n = STAGED_BYTES // 4
+        parts = [part for copy, p in zip(copies, pieces, strict=True)
+                 for part in zip(*(t.view(-1).split(n) for t in (copy, p.tensor)), strict=True)]
+        filled, stream = [torch.cuda.Event() for _ in parts], torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
+            blocks = self.slab.bytes.view(torch.float32).split(n)
+            # protects the copy from an optimizer step that is still under way
+            stream.wait_event(reached)
+            for i in range(len(parts) + 1):  # one block is filled while the other one is emptied
+                if i < len(parts):
+                    _, part = parts[i]
+                    blocks[i % 2][:len(part)].copy_(part, non_blocking=True)
+                    filled[i].record(stream)
+                if i > 0:
+                    copy, _ = parts[i - 1]
+                    filled[i - 1].synchronize()  # of this thread only
+                    copy.copy_(blocks[(i - 1) % 2][:len(copy)])
+        return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
+
 
 class Saver:
     """Writes a run's checkpoints in the background.
@@ -93,11 +114,10 @@ class Saver:
         self.pieces: list[Piece] | None = None
         self.copier, self.taken = Copier(pin), threading.Event()
 
-    def save(self, pieces: list[Piece], config: dict[str, Any], iter: int) -> None:
-        """Starts to write the checkpoint of a run with the keys `config` whose next iteration is `iter`. The
-        fp32 `pieces` must not change before copied() returns. Where `iter` is that of the newest whole
-        checkpoint, nothing is written: the state is the same. Errors: those of the save before, as in wait();
-        then no save starts."""
+    def save(self, pieces: list[Piece], config: JsonObject, iter: int) -> None:
+        """Starts to write the checkpoint of a run with these keys and the next iteration `iter`, unless it is
+        there already. The fp32 `pieces` must not change before copied() returns. Errors: those of the save
+        before, as in wait(); then no save starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -113,8 +133,7 @@ class Saver:
             self.write(pieces, reached, config, iter)
 
     def copied(self) -> None:
-        """Returns when the pieces of the save under way, if any, are copied, or written without a copy: from
-        now on they may change."""
+        """Returns when the pieces of the save under way, if any, may change: they are copied, or written."""
         if self.thread is not None:
             self.taken.wait()
 
@@ -146,7 +165,7 @@ class Saver:
             self.taken.set()
         return next((p.name for p in self.pieces if not self.read and not is_finite(p.tensor)), None)
 
-    def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: dict[str, Any],
+    def write(self, pieces: list[Piece], reached: torch.cuda.Event | None, config: JsonObject,
               iter: int) -> None:
         path = temporary = self.folder / str(iter)
         try:
@@ -183,17 +202,17 @@ class Saver:
             self.pieces = None  # as large as the optimizer's states
             self.taken.set()
 
-    def write_folder(self, path: Path, temporary: Path, config: dict[str, Any], iter: int) -> None:
+    def write_folder(self, path: Path, temporary: Path, config: JsonObject, iter: int) -> None:
         """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""
         self.together(self.begin, path, temporary)
         files = self.together(self.write_files, temporary, self.pieces)
-        self.together(self.commit, path, temporary, dict(format=FORMAT, iter=iter, config=config), files)
+        stored = dict(format=manifest.FORMAT, iter=iter, config=config)
+        self.together(self.commit, path, temporary, stored, files)
 
-    def together(self, work: Callable, *args: Any) -> list:
-        """work(*args) on every rank -> the results of all ranks. Errors: an error on one rank is
-        raised on all."""
+    def together(self, work: Callable[..., T], *args: object) -> list[T]:
+        """work(*args) on every rank -> the results of all ranks. An error on one rank is raised on all."""
         try:
-            results = [work(*args)]
+            results: list = [work(*args)]
         except Exception as e:
             results = [CheckpointError(reason(e))]
         come(SAVE, "part")
@@ -226,13 +245,13 @@ class Saver:
         from memo import dcp  # takes a second: a run starts without it
         return dcp.write(folder, pieces, self.group, self.read)
 
-    def commit(self, path: Path, temporary: Path, stored: dict[str, Any],
+    def commit(self, path: Path, temporary: Path, stored: JsonObject,
                files: list[dict[str, list[int]]]) -> None:
         """Rank 0 makes the finished folder the newest checkpoint."""
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
-        save_bytes(manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
+        save_bytes(manifest.manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
         self.check_lease(path.parents[1])
         temporary.rename(path)
         sync_folder(path.parent)
@@ -245,7 +264,7 @@ class Saver:
         if self.rank or self.whole is None or not self.lease(out):
             return
         mine = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
-        for old in [*mine[keep:], *damaged(out)[keep:]]:
+        for old in [*mine[keep:], *manifest.damaged(out)[keep:]]:
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
                 shutil.rmtree(old.rename(old.with_suffix(f".{token_hex(8)}.tmp")))
 
@@ -258,8 +277,6 @@ def pass_over(folder: Path) -> None:
     folder.rename(new)
     warn(f"{folder} is kept as {new.name} while there are few of these (keep_checkpoints)")
 
-
-# --- reading ---
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -301,7 +318,7 @@ def load(out_dir: str | Path, rank: int = 0, world: int = 1,
     """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
     `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
     format; Damaged: one of its files is missing, truncated or corrupt."""
-    path, stored = newest(out_dir, passed_over)
+    path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
         check_files(path, stored["files"], rank, world)
     try:
@@ -324,10 +341,10 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
         except FileNotFoundError:
             raise Damaged(path, f"{file} is missing") from None
         except OSError as e:
-            raise read_error(path, file, e) from None
+            raise manifest.read_error(path, file, e) from None
 
 
-def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], Any]) -> Any:
+def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
     """work(the newest intact Checkpoint in `out_dir`), where a run may go on meanwhile. A damaged checkpoint
     is passed over for the one before it, with a warning; after one that the run has removed, the search
     starts anew. Errors: no checkpoint is intact."""

@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memo.config import Config
 from memo.errors import ConfigError
+from memo.keys import Keys
 from memo.layout import degrees
 from memo.subsequences import ALIGNED
 
@@ -46,12 +47,12 @@ def stage_numbers(cfg: Config, world: int) -> list[int]:
     return [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
 
 
-def stage_keys(cfg: Config, pp: int) -> dict[str, Any]:
+def stage_keys(cfg: Config, pp: int) -> Keys:
     """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
     is free: all take the same time then."""
     if pp == 1:
         return dict(pp=1)
-    keys: dict[str, Any] = dict(pp=pp, unit_order="subsequence")
+    keys: Keys = dict(pp=pp, unit_order="subsequence")
     if cfg.subsequences == 1:
         keys["subsequences"] = "auto"
     if cfg.subsequences == 1 or cfg.subsequence_cut == "auto":

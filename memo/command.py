@@ -4,6 +4,7 @@ Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal 
 """
 
 import argparse
+import atexit
 import mmap
 import os
 import runpy
@@ -21,8 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from memo.config import KEYS
 from memo.errors import ConfigError, last_line, reason
-from memo.keys import CONTROL, check_value, help_width, option, typed
+from memo.keys import CONTROL, check_value, help_width, kind_of, option, typed
 from memo.signals import Interrupted, handle
 
 FIRST_S = 3  # after so long something is said
@@ -32,31 +34,30 @@ THREAD_BYTES = 2**25  # its stack, and what it takes to begin
 class Arguments(argparse.ArgumentParser):
     """argparse with errors of one line, without abbreviated options, and with bounds for values."""
 
-    def __init__(self, ranks: bool = False, **kwargs: Any) -> None:
+    def __init__(self, ranks: bool = False, prog: str | None = None, description: str | None = None) -> None:
         """`ranks`: whether the command works in several processes, under torchrun."""
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **kwargs)
+        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=formatter)
         self.options: list[Field] = []
         self.ranks = ranks
 
-    def option(self, name: str, kind: type = str, default: Any = None, help: str = "",
+    def option(self, name: str, kind: type = str, default: object = None, help: str = "",
                short: Sequence[str] = (), required: bool = False, **bounds: Any) -> None:
-        """An argument, or an option where the name starts with --. Its value is read and checked
-        as keys.option() says."""
+        """Adds an argument, or where the name starts with -- an option, with values as in keys.option()."""
         f = option(name.removeprefix("--"), kind, default, help, **bounds)
         self.options.append(f)
         told = [" | ".join(f.metadata["choices"])] if f.metadata["choices"] else []
         if default is not None:
             told.append(f"default {default}")
-        more = dict(dest=f.name, default=default, required=required) if name.startswith("--") else {}
-        self.add_argument(*short, name, help=f"{help} ({'; '.join(told)})" if told else help, **more)
+        more: dict[str, Any] = dict(help=f"{help} ({'; '.join(told)})" if told else help)
+        if name.startswith("--"):
+            more |= dict(dest=f.name, default=default, required=required)
+        self.add_argument(*short, name, **more)
 
-    def device_options(self) -> None:
-        """--device and --dtype, as the configuration has them."""
-        self.option("--device", default="auto", help="auto takes CUDA where there is one",
-                    choices=("auto", "cpu", "cuda"))
-        self.option("--dtype", default="auto", help="auto is bfloat16 on CUDA",
-                    choices=("auto", "float32", "bfloat16"))
+    def keys(self, *names: str) -> None:
+        """Adds options that are keys of the configuration."""
+        for key in (KEYS[name] for name in names):
+            self.option(f"--{key.name}", kind_of(key), key.default, **key.metadata)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         if not self.ranks:
@@ -73,8 +74,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def check_alone(command: str) -> None:
-    """Check that a command was not started as one of several ranks: each would do it all, and write the same
-    files. Errors: ConfigError."""
+    """Errors: ConfigError: a command was started as one of several ranks, each of which would do it all."""
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(f"{command} is one process, WORLD_SIZE={world} in the environment is of several; "
                           "start it without torchrun")
@@ -103,13 +103,17 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
         return 2 if line and isinstance(e, ModuleNotFoundError) else 1
 
 
-def answer_early(read: Callable[[list[str]], Any]) -> None:
-    """To be called before torch is imported, which takes seconds. read(argv) raises ConfigError after a typo,
-    and ends the process (SystemExit) after --help. One of several ranks says nothing here: rank 0 will speak
-    for all. A signal during the imports, or a full disk on which torch cannot write, gives no traceback, nor
-    do warnings of torch's C++."""
+def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> None:
+    """Answers --help and typos before torch is imported, which takes seconds; one of several ranks says
+    nothing, for rank 0 will. From here on a signal, or a full disk on which torch cannot write, gives no
+    traceback, nor do warnings of torch's C++."""
+    if not trains:
+        end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(lambda argv: read(argv) and None)):
+
+    def only_read(argv: list[str]) -> None:
+        read(argv)
+    if os.environ.get("WORLD_SIZE", "1") == "1" and (code := run(only_read)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
         handle(number, lambda number, frame: os._exit(128 + number))
@@ -129,9 +133,8 @@ def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackT
 
 
 def end_with_reader() -> None:
-    """From here on the process ends quietly, by SIGPIPE, when its output has no reader any more (`|
-    head`), as other commands do; Python ignores that signal. A training run must not call this: it goes
-    on when a socket breaks."""
+    """From here on the process ends by SIGPIPE when its output has no reader any more (`| head`), as other
+    commands do. A training run must not call this: it goes on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -149,6 +152,42 @@ def start_thread(thread: threading.Thread) -> None:
     except OSError:
         raise RuntimeError("no memory for a thread") from None
     thread.start()
+
+
+class Console:
+    """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
+
+    def __init__(self, stream: Any) -> None:
+        # the caller closes it
+        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
+        self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal's handler writes too
+            return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def close(self) -> None:
+        """Drops what cannot be written, so that Python's own end of the process does not fail on it."""
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def guard_console() -> None:
+    """From here on stdout and stderr are Consoles, to the end of the process."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    atexit.register(sys.stderr.close)
+    atexit.register(sys.stdout.close)
 
 
 @contextmanager

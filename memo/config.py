@@ -1,9 +1,8 @@
 """The configuration: one frozen dataclass, all rules (memo/rules.py) checked before a device is touched."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
-from memo.keys import check_value
+from memo.keys import Keys, check_value
 from memo.rules import check_rules
 from memo.settings import Settings
 from memo.stages import stage_layers
@@ -38,9 +37,9 @@ SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
 CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp", "states")
 LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")
 POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
-KEYS: dict[str, Any] = {f.name: f for f in fields(Config) if f.metadata}
+KEYS = {f.name: f for f in fields(Config) if f.metadata}
 
 
-def as_keys(cfg: Config) -> dict[str, Any]:
+def as_keys(cfg: Config) -> Keys:
     """{key: value}."""
     return {name: getattr(cfg, name) for name in KEYS}

@@ -10,9 +10,8 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -34,27 +33,17 @@ def read_argv(argv: list[str]) -> Namespace:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch
 from tokenizers import Tokenizer
 
-from memo import checkpoint
+from memo import checkpoint, huggingface
 from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
-from memo.files import json_bytes, load_json, save_bytes, save_json
+from memo.files import JsonObject, json_bytes, load_json, save_bytes, save_json
 from memo.flat import model_parameters
-from memo.huggingface import (
-    CONFIG,
-    OWN,
-    check_reach,
-    hf_config,
-    model_keys,
-    overlaid,
-    own_files,
-    save_own_files,
-)
+from memo.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
 from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG, OtherForm, check_vocab_size, find_tokenizer
@@ -71,8 +60,6 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
         return tokenizer
     return None
 
-
-# --- from Hugging Face ---
 
 def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
     """Check what stands in `hf_folder` beside its config.json -> its tokenizer, None where there is none.
@@ -105,8 +92,6 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     save_json(as_keys(cfg), out_dir / CONFIG)
     print(f"{out_dir}: train with --init_from=resume, generate with memo.sample")
 
-
-# --- to Hugging Face ---
 
 def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
@@ -150,14 +135,14 @@ def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | N
     `tokenizer`, whose documents end with the token `end`. Errors: ConfigError; OSError."""
     own, files = out_dir / OWN, own_files(out_dir / OWN)
     if CONFIG in files:
-        made, of_tokenizer = overlaid(own, cfg, dtype), dict[str, Any]()
+        made, of_tokenizer = huggingface.overlaid(own, cfg, dtype), JsonObject()
         if TOKENIZER_CONFIG in files and cfg.block_size != model_keys(own)["block_size"]:
             of_tokenizer = load_json(own / TOKENIZER_CONFIG, "remove it")
             of_tokenizer |= dict(model_max_length=cfg.block_size)
     else:
         begin = begin_of_text(tokenizer) if tokenizer else None
         tokens = {name: token for name, token in (("bos", begin), ("eos", end)) if tokenizer and token}
-        made = hf_config(cfg, dtype, {
+        made = huggingface.hf_config(cfg, dtype, {
             f"{name}_token_id": tokenizer.token_to_id(tokens[name]) if tokenizer and name in tokens else None
             for name in ("bos", "eos")})
         of_tokenizer = {}

@@ -4,8 +4,7 @@ a second to import, so memo/checkpoint.py imports this module only when there is
 import io
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,22 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.futures import Future
 
 from memo.manifest import SAVE
@@ -39,38 +23,27 @@ from memo.views import Piece
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
 
-@contextmanager
-def first_failure() -> Iterator[None]:
-    """Errors: the exception of the first rank that failed. DCP raises the exceptions of all ranks in one that
-    is no Exception."""
-    try:
-        yield
-    except CheckpointException as e:
-        raise e.failures[min(e.failures)][0] from None
-
-
-def box(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
-class Boxes(SavePlanner):
+class Boxes(dcp.SavePlanner):
     """Saves pieces; all ranks' pieces together must tile every tensor. `read`: see write()."""
 
     def __init__(self, pieces: list[Piece], read: Callable[[Piece], torch.Tensor] | None) -> None:
         self.read = read or (lambda piece: piece.tensor)
-        self.pieces = {MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
+        self.pieces = {dcp.metadata.MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
 
-    def set_up_planner(self, state_dict: dict, storage_meta: StorageMeta | None = None,
+    def set_up_planner(self, state_dict: dict, storage_meta: object = None,
                        is_coordinator: bool = False) -> None:
         pass
 
-    def create_local_plan(self) -> SavePlan:
-        def data(p: Piece) -> TensorWriteData:
-            return TensorWriteData(box(p), TensorProperties(p.tensor.dtype), torch.Size(p.shape))
-        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data(p))
-                         for index, p in self.pieces.items()])
+    def create_local_plan(self) -> dcp.SavePlan:
+        items = []
+        for index, p in self.pieces.items():
+            box = dcp.ChunkStorageMetadata(torch.Size(p.offsets), p.tensor.shape)
+            data = dcp.planner.TensorWriteData(box, dcp.metadata.TensorProperties(p.tensor.dtype),
+                                               torch.Size(p.shape))
+            items.append(dcp.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data))
+        return dcp.SavePlan(items)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         for name, t in metadata.state_dict_metadata.items():
             if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
@@ -78,17 +51,17 @@ class Boxes(SavePlanner):
                                  f"{prod(t.size)}")
         return plans, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
         return self.read(self.pieces[write_item.index])
 
 
 class Sealed(io.BufferedWriter):
     """A new file, and in `seals` {name: [bytes, crc32]} of what was to be written to it, taken in memory."""
 
-    def __init__(self, seals: dict[str, list[int]], path: Any, mode: str) -> None:
+    def __init__(self, seals: dict[str, list[int]], path: Path, mode: str) -> None:
         super().__init__(io.FileIO(path, mode))
         self.seal = seals[Path(path).name.removesuffix(".tmp")] = [0, 0]
 
@@ -105,10 +78,10 @@ class Sealed(io.BufferedWriter):
 class Writer(dcp.FileSystemWriter):
     """Writes DCP's files, and raises the disk's own error."""
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # the usual one holds the path, which is about to change
+    def storage_meta(self) -> dcp.metadata.StorageMeta:
+        return dcp.metadata.StorageMeta()  # the usual one holds the path, which is about to change
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
         try:
             written = super().write_data(plan, planner)
             come(SAVE, "part")
@@ -119,15 +92,16 @@ class Writer(dcp.FileSystemWriter):
 
 def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,
           read: Callable[[Piece], torch.Tensor] | None = None) -> dict[str, list[int]]:
-    """Writes the pieces of all ranks of `group`, a gloo process group, into the folder -> {name of a file of
-    this rank: [bytes, crc32]}. None: one process. `read`: gives the tensor of a piece that has only its
-    shape, when it is to be written."""
+    """Writes the pieces of all ranks of a gloo `group`, None: of one process, into the folder -> {name of a
+    file of this rank: [bytes, crc32]}. `read`: gives the tensor of a piece that has only its shape."""
     # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch
     # keeps the tensors of a file until it is complete: what is read late gets a file each
     writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)
     seals: dict[str, list[int]] = {}
     writer.fs.create_stream = partial(Sealed, seals)
-    with first_failure():
+    try:
         dcp.save({}, storage_writer=writer, planner=Boxes(pieces, read), process_group=group,
                  no_dist=group is None)
+    except dcp.CheckpointException as e:  # of all ranks, and no Exception
+        raise e.failures[min(e.failures)][0] from None
     return seals

@@ -6,11 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Any
 
 from memo.config import Config
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
-from memo.layer import groups_of, n_rows, tensors_of
+from memo.layer import groups_of, tensors_of
 from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
@@ -36,7 +35,7 @@ class Rates:
     units: tuple[UnitRates, ...] = ()
     states: StateSeconds = STAY
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For plan.json, measured ones."""
         return {name: value for name, value in asdict(self).items()
                 if name not in ("units", "states") or any(value)}
@@ -71,7 +70,7 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def ways_of(cfg: Config) -> list[dict[str, Any]]:
+def ways_of(cfg: Config) -> list[dict[str, str]]:
     """What placed() may be given beside the config to decide between; the first serves where others do
     too."""
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
@@ -81,9 +80,11 @@ def ways_of(cfg: Config) -> list[dict[str, Any]]:
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
-def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, **way: Any) -> AlphaProblem:
-    """The alpha program's problem with two buffers; without rates every copy hides. `way`: for placed()."""
-    p, rate = placed(cfg, 2, n_rows(cfg), **way), rates.offload_bytes_per_s if rates else 1.0
+def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
+               stream: str = "") -> AlphaProblem:
+    """The alpha program's problem with two buffers; without rates every copy hides. `keys`, `stream`: for
+    placed()."""
+    p, rate = placed(cfg, 2, keys=keys, stream=stream), rates.offload_bytes_per_s if rates else 1.0
     seconds = (inf,) * len(p.lengths)
     if not room.cpu and not cfg.pin_memory:
         # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
@@ -109,7 +110,7 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     p, units = problem.placement, problem.placement.n_units
 
     def of(n: int) -> Placement:
-        return placed(cfg, n, p.n_rows, keys=p.keys, stream=p.stream)
+        return placed(cfg, n, keys=p.keys, stream=p.stream)
 
     def fits(n: int) -> bool:
         return of(n).device_bytes(problem.tensors) <= room.spare_bytes

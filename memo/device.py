@@ -3,13 +3,13 @@
 import os
 import resource
 import sys
-from typing import Any
 
 import torch
 
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.hardware import CONTEXT_BYTES
+from memo.keys import Value
 
 
 def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
@@ -52,7 +52,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def gpu_facts(device: torch.device) -> dict[str, Any]:
+def gpu_facts(device: torch.device) -> dict[str, Value]:
     """dict(capability=, multiprocessors=) of a CUDA device, as in hardware.Machine."""
     if device.type != "cuda":
         return dict(capability=(0, 0), multiprocessors=0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -20,12 +20,11 @@ def read_argv(argv: list[str]) -> Namespace:
                        description="Is this machine what memo needs, and what is it good for? Two minutes at "
                        "most;\nunder torchrun messages between ranks too. Exit code 1: there is a fault.")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import ctypes
@@ -294,20 +293,13 @@ def show(f: Finding) -> None:
         print(f"    FAULT: {f.remedy}", flush=True)
 
 
-def asked(argv: list[str], local_rank: int) -> tuple[Namespace, torch.device, torch.dtype]:
-    """What is asked, and of which device. Errors: ConfigError."""
-    args = read_argv(argv)
-    return args, *pick_device(Config(device=args.device, dtype=args.dtype), local_rank)
-
-
 def main(argv: list[str]) -> int:
     me = launch.read_launch()
     with connected(me) as host, launch.rank_errors(host):
-        args, device, dtype = launch.together(host, asked, argv, me.local_rank)
-        if me.threads:
-            torch.set_num_threads(me.threads)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        args = launch.together(host, read_argv, argv)
+        asked = Config(device=args.device, dtype=args.dtype)
+        device, dtype = launch.together(host, pick_device, asked, me.local_rank)
+        me.take(device)
         here = Here(host, me.local_world, device, dtype)
         tell, mine = show if me.rank == 0 and not args.json else lambda finding: None, []
         for check in (*FOR_ITSELF, *TOGETHER):

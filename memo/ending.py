@@ -7,28 +7,19 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from memo import checkpoint, command
+from memo import checkpoint, report
+from memo.command import progress
 from memo.errors import BadState, CheckpointError, ConfigError, DataError, RunFailed, TrainingError, reason
 from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
 from memo.out_dir import rescues
-from memo.report import (
-    draw_loss,
-    furnish,
-    go_on_with,
-    keep_folder,
-    print_first_lines,
-    print_last_lines,
-)
 from memo.run_state import Run
 from memo.signals import StepGivenUp, StopSignal, handling
 from memo.watch import Watch
 
 MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
-
-# --- saving ---
 
 def save(run: Run) -> None:
     """Starts to save a checkpoint of the steps done, and waits for the last one. A failure of the last one is
@@ -48,7 +39,7 @@ def save(run: Run) -> None:
 def save_and_wait(run: Run, saver: checkpoint.Saver) -> None:
     """Saves the steps done, to the last byte, on all ranks. Errors: ConfigError, on all ranks."""
     saver.save(run.optimizer.pieces(saved=True), run.stored, run.done)
-    with command.progress(lambda: f"writing {saver.folder}") if run.speaks else contextlib.nullcontext():
+    with progress(lambda: f"writing {saver.folder}") if run.speaks else contextlib.nullcontext():
         together(run.mesh.host, saver.wait)
 
 
@@ -60,7 +51,7 @@ def save_last(run: Run) -> None:
     try:
         save_and_wait(run, run.saver)
         host = run.mesh.host
-        if host.objects(together(host, lambda: run.speaks and keep_folder(run)))[0]:  # lost since
+        if host.objects(together(host, lambda: run.speaks and report.keep_folder(run)))[0]:  # lost since
             save_and_wait(run, run.saver)
         return
     except (ConfigError, OSError) as e:
@@ -81,29 +72,26 @@ def save_last(run: Run) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         raise TrainingError(f"{error}; nor could it be saved elsewhere: {e}") from None
     if run.speaks:
-        run.attempt("config.json", furnish, run, folder)
+        run.attempt("config.json", report.furnish, run, folder)
         for old in others[run.cfg.keep_checkpoints - 1:]:
             shutil.rmtree(old, ignore_errors=True)
     raise TrainingError(f"{error}; {run.done} steps are saved in {folder} instead; "
-                        f"go on with: {go_on_with(run, folder)}")
+                        f"go on with: {report.go_on_with(run, folder)}")
 
 
 def save_after(run: Run, e: Exception) -> None:
-    """Saves the steps done before the run ends with the exception `e`; only if the state is good, and all
-    ranks are there."""
+    """Saves the steps done before the run ends with `e`, if the state is good and all ranks are there."""
     all_here = run.mesh.host.size == 1 or isinstance(e, TrainingError)
     if not run.whole or run.done == run.first or isinstance(e, BadState) or not all_here:
         return
     try:
         save_last(run)
-        line = f"{run.done} steps are saved in {run.out}; go on with: {go_on_with(run, run.out)}"
+        line = f"{run.done} steps are saved in {run.out}; go on with: {report.go_on_with(run, run.out)}"
     except Exception as again:  # a device that is lost, say
         line = f"after {run.done} steps: {reason(again)}"
     if run.speaks:
         print(line, file=sys.stderr)
 
-
-# --- the end ---
 
 def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
     """The error of a step whose loss or gradient norm is not finite."""
@@ -141,7 +129,7 @@ def complete(run: Run, train: Callable) -> int:
     stop = StopSignal(quiet=not run.speaks, alone=run.mesh.host.size == 1)
     try:
         if run.speaks:
-            print_first_lines(run)
+            report.print_first_lines(run)
         if run.first >= cfg.max_iters:
             if run.speaks:
                 print(f"max_iters={cfg.max_iters} steps are done already; raise --max_iters to go on")
@@ -152,6 +140,6 @@ def complete(run: Run, train: Callable) -> int:
             run.attempt(type(logger).__name__, logger.close)
     if run.speaks:
         if stop.number or not cfg.eval_interval:  # otherwise the last step was evaluated, and the loss drawn
-            draw_loss(run)
-        run.attempt("last lines", print_last_lines, run, stop.number)
+            report.draw_loss(run)
+        run.attempt("last lines", report.print_last_lines, run, stop.number)
     return 128 + stop.number if stop.number else 0

@@ -5,24 +5,22 @@ on several GPUs: torchrun --nproc_per_node=8 -m memo.evaluate out_dir --cp=8 ...
 import os
 import sys
 from argparse import Namespace
-from typing import Any
+from dataclasses import Field
 
-from memo.command import Arguments, answer_early, end_with_reader, run
-from memo.config import KEYS, as_keys
+from memo.command import Arguments, answer_early, run
+from memo.config import as_keys
 from memo.keys import check_value, option, typed
 
-HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention",
-       "ops")  # keys of the evaluation, not of the model
+HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention", "ops",
+       "device", "dtype")  # keys of the evaluation, not of the model
 
 
-def numbers(name: str, text: str, kind: type, **bounds: Any) -> list:
-    """The numbers of a list such as 4096,65536, each once, in ascending order. Errors: ConfigError."""
-    f, found = option(name, kind, **bounds), set()
-    for part in text.split(","):
-        value = typed(f, part, "--")
+def numbers(f: Field, text: str) -> list:
+    """Read a list such as 4096,65536 of what the option `f` takes -> each number once, ascending."""
+    found = [typed(f, part, "--") for part in text.split(",")]
+    for value in found:
         check_value(f, value)
-        found.add(value)
-    return sorted(found)
+    return sorted({*found})
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -40,21 +38,17 @@ def read_argv(argv: list[str]) -> Namespace:
                   least=1)
     parser.option("--seed", int, 1337, "of places in the split, and of needles", least=0, below=2**63,
                   why="seeds have 63 bits")
-    for key in (KEYS[name] for name in HOW):
-        kind: Any = key.type
-        parser.option(f"--{key.name}", kind, key.default, **key.metadata)
-    parser.device_options()
+    parser.keys(*HOW)
     args = parser.parse_args(argv)
     if args.lengths is not None:
-        args.lengths = numbers("lengths", args.lengths, int, least=1, most=2**31,
-                               why="rows are counted in 32 bits")
-    args.needle_depths = numbers("needle_depths", args.needle_depths, float, least=0.0, most=1.0,
-                                 why="1 is just before the query")
+        length = option("lengths", int, least=1, most=2**31, why="rows are counted in 32 bits")
+        args.lengths = numbers(length, args.lengths)
+    depth = option("needle_depths", float, least=0.0, most=1.0, why="1 is just before the query")
+    args.needle_depths = numbers(depth, args.needle_depths)
     return args
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 from collections.abc import Iterator
@@ -81,6 +75,7 @@ from memo.origin import code
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
+from memo.rules import block_rule
 from memo.run import check_ranks, check_same_tokenizer
 from memo.signals import interruptible
 from memo.staging import with_place
@@ -100,20 +95,6 @@ class Evaluation:
     dtype: torch.dtype
 
 
-# --- before the device is touched ---
-
-def evaluation_config(args: Namespace, trained: Config, longest: int, world: int) -> Config:
-    """The Config of the checkpoint's model, in this command's layout. Errors: ConfigError."""
-    unit = 2 * args.cp * args.tp
-    # beside learned positions, block_size is only a bound
-    S = trained.block_size if trained.position == "learned" else -(-longest // unit) * unit
-    keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in (*HOW, "device", "dtype")}
-    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
-    degrees(cfg, world)
-    return cfg
-
-
 def default_lengths(args: Namespace, trained: Config) -> list[int]:
     """A sixteenth, a quarter and all of the trained length, as far as the layout divides them."""
     unit = 2 * args.cp * args.tp
@@ -128,7 +109,7 @@ def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
                           "of that)")
     for n in lengths:
         if n % cfg.block_multiple:
-            rule = "2*cp*tp" if cfg.zigzag else "cp*tp"
+            rule, _ = block_rule(cfg)
             more = -(-n // cfg.block_multiple) * cfg.block_multiple
             raise ConfigError(f"lengths={n} % ({rule})={cfg.block_multiple} != 0 (the tokens are shared "
                               f"out); try {more}")
@@ -141,8 +122,7 @@ def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
 
 
 def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, str]) -> Evaluation:
-    """All that can be wrong before the device is touched. Errors: ConfigError; Damaged: the newest checkpoint
-    that is not `passed_over`."""
+    """Checks all that can be wrong before the device is touched. Errors: ConfigError; Damaged."""
     args = read_argv(argv)
     ckpt = checkpoint.load(args.out_dir, launch.rank, launch.world, passed_over)
     if not os.access(args.out_dir, os.W_OK):
@@ -150,7 +130,13 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
                           "another folder")
     trained = stored_config(ckpt.config)
     lengths = args.lengths or default_lengths(args, trained)
-    cfg = evaluation_config(args, trained, lengths[-1], launch.world)
+    unit = 2 * args.cp * args.tp
+    # beside learned positions, block_size is only a bound
+    S = trained.block_size if trained.position == "learned" else -(-lengths[-1] // unit) * unit
+    keys = {k: getattr(trained, k) for k in MODEL_KEYS}
+    keys |= {k: getattr(args, k) for k in HOW}
+    cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
+    degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, 1)
     check_lengths(lengths, cfg, data)
     check_reach(Path(args.out_dir) / OWN, lengths[-1], "--lengths")
@@ -164,8 +150,6 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     return Evaluation(args, cfg, trained.block_size, questions, ckpt, device, dtype)
 
 
-# --- all ranks ---
-
 def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Evaluation, GPT]:
     """What is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
     found, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
@@ -176,10 +160,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch.take(device)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     with room_for("the parameters"):
         model = GPT(with_place(cfg, device, found.dtype), device, found.dtype, grads=False, mesh=mesh)
@@ -198,8 +179,6 @@ def answers(found: Evaluation, model: GPT, speaks: bool) -> dict:
                 batches=asked.batches, seed=asked.seed, layout=layout, device=model.device.type,
                 dtype=str(model.dtype).removeprefix("torch."), loss_by_position=losses, needles=needles)
 
-
-# --- what is told ---
 
 def loss_lines(losses: dict) -> Iterator[str]:
     """The table of the losses by position."""

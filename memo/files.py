@@ -32,6 +32,9 @@ DIGEST = 73              # bytes of digest_of()
 TRIAL_S, TRIAL_BYTES, BYTES_PER_S = 5, 2**30, 2**20
 STRETCHES, STRETCH_BYTES = 256, 2**17  # that stand for a large file
 
+Json = Any  # a value that json.loads() gives
+JsonObject = dict[str, Json]
+
 
 # --- reading ---
 
@@ -43,8 +46,7 @@ def regular(found: os.stat_result) -> os.stat_result:
 
 
 def open_file(path: str | Path) -> int:
-    """The descriptor of a regular file, open for reading. A pipe in its place does not
-    block. Errors: OSError."""
+    """Open a regular file for reading -> its descriptor. A pipe does not block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -56,8 +58,7 @@ def open_file(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str | None = None) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark. `newline`: as open() takes it. Errors:
-    OSError, ValueError."""
+    """The text of a file in UTF-8, without its byte order mark, if any. Errors: OSError, ValueError."""
     with open(open_file(path), encoding="utf-8-sig", newline=newline) as file:
         text = file.read(most_chars + 1)
     if len(text) > most_chars:
@@ -75,7 +76,7 @@ def read_table(path: str | Path) -> str:
     return text
 
 
-def depth(value: Any) -> int:
+def depth(value: Json) -> int:
     """How many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
     while level := [v for v in level if isinstance(v, (dict, list))]:
@@ -84,7 +85,7 @@ def depth(value: Any) -> int:
     return n
 
 
-def parse_json(text: str, most_values: float = MOST_VALUES) -> dict[str, Any]:
+def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
     """Parse a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
     MOST_DEPTH, or has too many values, a name twice in one object, or a number that is not finite."""
     if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
@@ -95,8 +96,8 @@ def parse_json(text: str, most_values: float = MOST_VALUES) -> dict[str, Any]:
             raise ValueError(f"{digits[:20]} is no finite number")
         return number
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+    def once(pairs: list[tuple[str, Json]]) -> JsonObject:
+        made: JsonObject = {}
         for name, value in pairs:
             if name in made:
                 raise ValueError(f"{name!r:.100} stands twice in one object")
@@ -114,7 +115,7 @@ def parse_json(text: str, most_values: float = MOST_VALUES) -> dict[str, Any]:
     return value
 
 
-def load_json(path: str | Path, remedy: str) -> dict[str, Any]:
+def load_json(path: str | Path, remedy: str) -> JsonObject:
     """The value of a JSON file. Errors: ConfigError with the `remedy`."""
     try:
         return parse_json(read_text(path, MOST_JSON_CHARS))
@@ -160,7 +161,7 @@ def limit_process(nbytes: int) -> None:
 
 # --- writing ---
 
-def readable_json(value: Any, pad: str = "") -> str:
+def readable_json(value: Json, pad: str = "") -> str:
     """`value` as JSON for people: one item a line, but a list of plain values on one line."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
@@ -171,15 +172,14 @@ def readable_json(value: Any, pad: str = "") -> str:
     return f"{ends[0]}\n{pad} " + f",\n{pad} ".join(items) + f"\n{pad}{ends[1]}"
 
 
-def sync_folder(folder: int | str | Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Wait until the names in a folder are on the disk. Some file systems cannot say so."""
     with suppress(OSError):
-        descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
-            if descriptor is not folder:
-                os.close(descriptor)
+            os.close(descriptor)
 
 
 @contextmanager
@@ -201,7 +201,8 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         check_target(name, there, path)
         os.replace(new, name, src_dir_fd=there, dst_dir_fd=there)
-        sync_folder(there)
+        with suppress(OSError):  # as sync_folder()
+            os.fsync(there)
     except BaseException:
         with suppress(OSError):
             os.unlink(new, dir_fd=there)
@@ -240,12 +241,12 @@ def save_bytes(data: bytes, path: str | Path) -> None:
         file.write(data)
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: Json) -> bytes:
     """Encode `value` as JSON for people."""
     return f"{readable_json(value)}\n".encode()
 
 
-def save_json(value: Any, path: str | Path) -> None:
+def save_json(value: Json, path: str | Path) -> None:
     """Write `value` as JSON, as replacing() does."""
     save_bytes(json_bytes(value), path)
 
@@ -253,19 +254,13 @@ def save_json(value: Any, path: str | Path) -> None:
 # --- kept from run to run ---
 
 def ours_alone(found: os.stat_result) -> bool:
-    """Whether a file belongs to this user, and no other user can write it. `found`: the
-    result of os.stat()."""
+    """Whether a file, of which os.stat() has `found` this, is this user's, and no other one can write it."""
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def cache_folder() -> Path | None:
-    """The folder of compiled code, plans and calibrations. None where there is no such folder that only this
-    user can write: others could plant files there. Nothing is kept then."""
-    return cache_place()[0]
-
-
 def cache_place() -> tuple[Path | None, str | None]:
-    """(cache_folder(), None), or (None, the reason and a remedy)."""
+    """The folder of compiled code, plans and calibrations -> (folder, None), or where there is none that only
+    this user can write, since others could plant files there: (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -313,15 +308,14 @@ def digest_of(data: bytes) -> bytes:
     return f"\nsha256 {hashlib.sha256(data).hexdigest()}\n".encode()
 
 
-def keep_json(value: Any, folder: Path | None, name: str) -> None:
-    """Store `value` as JSON in cache_folder(), where there is one, for the next run. A failure costs only
-    time."""
+def keep_json(value: Json, folder: Path | None, name: str) -> None:
+    """Store `value` as JSON in a cache's folder, if any, for the next run. A failure costs only time."""
     if folder is not None:
         with suppress(OSError):
             keep(readable_json(value).encode(), folder / name)
 
 
-def kept_json(folder: Path, name: str) -> dict[str, Any]:
+def kept_json(folder: Path, name: str) -> JsonObject:
     """Read what keep_json() stored. Errors: as kept()."""
     descriptor = open_file(folder / name)
     try:

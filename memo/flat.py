@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from memo.config import MODEL_KEYS, Config
+from memo.keys import Value
 from memo.layer import Parameter, layer_of
 from memo.schedule.program import coming
 from memo.schedule.states import States
@@ -90,7 +91,8 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
 
 
 @lru_cache(64)  # a search asks again and again
-def known_layout(keys: tuple, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def known_layout(keys: tuple[Value, ...], tp: int,
+                 data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """The same, of the values of STAGE_KEYS."""
     parameters = model_parameters(Config(**dict(zip(STAGE_KEYS, keys, strict=True))))
     layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
@@ -170,9 +172,9 @@ def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> 
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 
-def joined(ranges: Iterable[tuple]) -> list[tuple]:
+def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
     """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
-    made: list[tuple] = []
+    made: list[tuple[int, int, bool]] = []
     for start, end, what in ranges:
         if made and made[-1][1:] == (start, what):
             start = made.pop()[0]

@@ -33,7 +33,6 @@ import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -42,6 +41,7 @@ from memo.parallel.axis import Axis
 from memo.parallel.rows import cut
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Index = int | slice | tuple[int | slice, ...]
 EXPONENT = {E4M3: 7, E5M2: 14}  # of the largest element of a row, over its scale
 LEAST = torch.finfo(torch.float32).tiny  # of fp32's normal numbers
 TRITON = importlib.util.find_spec("triton") is not None
@@ -54,7 +54,7 @@ class Quantised:
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.q, self.scale = q, scale
 
-    def __getitem__(self, part: Any) -> "Quantised":
+    def __getitem__(self, part: Index) -> "Quantised":
         return Quantised(self.q[part], self.scale[part])
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Gradient:
     def __init__(self, dy: torch.Tensor, scale: torch.Tensor) -> None:
         self.dy, self.scale = dy, scale
 
-    def __getitem__(self, part: Any) -> "Gradient":
+    def __getitem__(self, part: Index) -> "Gradient":
         return Gradient(self.dy[part], self.scale[part])
 
 

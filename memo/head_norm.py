@@ -6,7 +6,6 @@ normed tensor is longer there than that, and none is copied to the host. Shapes:
 D); positions in `turn` as in memo/ops.py.
 """
 
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from memo.activations import Pieces, Weights
 from memo.attention import Attention, Gradients, Result
 from memo.ops import Ops
 from memo.parallel.prefix import PrefixAttention
+from memo.parallel.visits import Visits
 
 
 def normed_heads(ops: Ops, x: torch.Tensor, w: torch.Tensor, eps: float,
@@ -50,17 +50,17 @@ def over_normed_heads(attention: Attention, ops: Ops, w: Weights, dw: Weights, e
     """`attention` of normed and rotated q and k: an Attention of the same shape. `w`, `dw`: of a layer, by
     name."""
 
-    def start(k: torch.Tensor, v: torch.Tensor) -> Any:
+    def start(k: torch.Tensor, v: torch.Tensor) -> Visits:
         return attention.start(normed_heads(ops, k, w.k_norm_w, eps, turn)[0], v)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
-                **more: Any) -> Result:
+                **more: object) -> Result:
         q, _ = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, _ = normed_heads(ops, k, w.k_norm_w, eps, turn)
         return attention.forward(q, k, v, causal, scale, **more)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor, causal: bool, scale: float, **more: Any) -> Gradients:
+                 lse: torch.Tensor, causal: bool, scale: float, **more: object) -> Gradients:
         q, q_kept = normed_heads(ops, q, w.q_norm_w, eps, turn)
         k, k_kept = normed_heads(ops, k, w.k_norm_w, eps, turn)
         dq, dk, dv = attention.backward(dout, q, k, v, out, lse, causal, scale, **more)

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from memo.config import Config
 from memo.errors import ConfigError, warn
-from memo.files import MOST_TEXT_CHARS, load_json, open_file, own_folder, save_bytes
+from memo.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open_file, own_folder, save_bytes
 from memo.flat import model_parameters
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
@@ -57,10 +57,10 @@ class Family:
     names: dict[str, str]
     sizes: dict[str, str]
     only: dict[str, tuple]
-    keys: dict[str, Any]
+    keys: JsonObject
     norm_eps: tuple[str, float]
     tied: bool = False
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: JsonObject = field(default_factory=dict)
 
 
 GPT2 = Family(
@@ -99,15 +99,14 @@ FAMILIES = {
 
 # --- config.json -> memo's keys ---
 
-def model_keys(folder: Path | str) -> dict[str, Any]:
+def model_keys(folder: Path | str) -> JsonObject:
     """Read memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
     path = Path(folder) / CONFIG
     return keys_of(path, load_json(path, GIVE_FOLDER))
 
 
-def keys_of(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate `hf`, the fields of the config.json at `path`, into memo's keys. Errors: those of
-    model_keys()."""
+def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
+    """Translate `hf`, the fields of the config.json at `path`, into memo's keys. Errors: ConfigError."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
@@ -125,7 +124,7 @@ def keys_of(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
                            n_inner=0 if F in (None, 4 * C) else size_field(path, "n_inner", F))
     H, S = keys["n_head"], keys["block_size"]
-    Hkv, D = (given(hf, family, name) for name in ("num_key_value_heads", "head_dim"))
+    Hkv, D = (hf.get(name, family.defaults.get(name)) for name in ("num_key_value_heads", "head_dim"))
     Hkv = size_field(path, "num_key_value_heads", H if Hkv is None else Hkv)
     if H % Hkv:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
@@ -134,12 +133,7 @@ def keys_of(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
     return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
 
 
-def given(hf: Mapping[str, Any], family: Family, name: str) -> Any:
-    """A field of a config.json, or its default."""
-    return hf.get(name, family.defaults.get(name))
-
-
-def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
+def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
     """Errors: ConfigError: a field that memo does not know, or has a value that memo does not have."""
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
@@ -155,7 +149,7 @@ def check_fields(path: Path, hf: Mapping[str, Any], family: Family) -> None:
                               "the folder of another model")
 
 
-def size_field(path: Path, name: str, value: Any) -> int:
+def size_field(path: Path, name: str, value: Json) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
         what = "is missing" if value is None else f"is {value!r:.100}"
         raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; "
@@ -163,7 +157,7 @@ def size_field(path: Path, name: str, value: Any) -> int:
     return value
 
 
-def float_field(path: Path, name: str, value: Any) -> float:
+def float_field(path: Path, name: str, value: Json) -> float:
     if type(value) not in (int, float) or not 0 <= value < 2**63:
         raise ConfigError(f"{path}: {name}={value!r:.100} must be a number, at least 0; {GIVE_FOLDER}")
     return float(value)
@@ -177,7 +171,7 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
         return
     hf = load_json(path, GIVE_FOLDER)
     L, family = keys_of(path, hf)["n_layer"], FAMILIES[hf["model_type"]]
-    window = None if family is GPT2 else given(hf, family, "sliding_window")
+    window = None if family is GPT2 else hf.get("sliding_window", family.defaults.get("sliding_window"))
     reach = "memo attends to all tokens before; to train it so, {} there"
     types = hf.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
@@ -194,7 +188,7 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
                           + f", or give a smaller {option}")
 
 
-def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
+def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
     """rope_theta and rope_scaling, of rope_parameters (transformers 5) or rope_scaling (4)."""
     found = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
     if len(found) == 2 and found[0] != found[1]:
@@ -208,7 +202,7 @@ def rope_keys(path: Path, hf: Mapping[str, Any], S: int) -> dict[str, Any]:
     return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
 
 
-def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, dict[str, Any]]:
+def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json, JsonObject]:
     """(rope_theta, scaling without what is as usual) of one of the two fields."""
     if not isinstance(hf[name], dict):
         raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {GIVE_FOLDER}")
@@ -231,7 +225,7 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Any], S: int) -> tuple[Any, 
 
 # --- memo's keys -> config.json ---
 
-def family_of(cfg: Any) -> str:
+def family_of(cfg: Config) -> str:
     """The model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
@@ -251,9 +245,8 @@ def family_of(cfg: Any) -> str:
     return kind
 
 
-def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model with memo's keys `cfg` and weights of `dtype`. `token_ids`: bos_token_id and
-    eos_token_id."""
+def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObject:
+    """The config.json of the model `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
     kind = family_of(cfg)
     family = FAMILIES[kind]
     made = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
@@ -277,7 +270,7 @@ def hf_config(cfg: Any, dtype: str, token_ids: Mapping[str, Any]) -> dict[str, A
                    dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
 
 
-def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
+def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     """Make the config.json of the model that came with the folder `own` and was trained as `cfg`: its own
     fields, and those that training has changed. Errors: ConfigError."""
     path = own / CONFIG
@@ -295,9 +288,8 @@ def overlaid(own: Path, cfg: Any, dtype: str) -> dict[str, Any]:
 # --- the files that came with a model ---
 
 def own_files(folder: Path) -> dict[str, bytes]:
-    """Read what lies in a model's folder beside the weights: config.json, the files of its tokenizer and of
-    generation, templates -> {name within the folder: content}. What is too large together is left out, with a
-    line. Errors: OSError."""
+    """Read what lies in a model's folder beside the weights: config.json, the tokenizer's files, templates ->
+    {name within the folder: content}. What is too large together is left out, and said. Errors: OSError."""
     found, room = {}, MOST_TEXT_CHARS
     templates = (folder / "additional_chat_templates").glob("*.jinja")
     files = [p for p in (*folder.iterdir(), *templates) if p.is_file()] if folder.is_dir() else []
@@ -323,14 +315,12 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
         save_bytes(data, folder / path)
 
 
-
 # --- weights ---
 
 @dataclass(frozen=True)
 class Weight:
-    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: its rows begin at row
-    `first`, or where `transposed` to (in, out) at column `first`. `D`: elements of its rows' heads, where
-    these rotate, or 0."""
+    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: from row `first`, or
+    column, if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
 
     name: str
     there: str
@@ -343,7 +333,7 @@ class Weight:
 ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate
 
 
-def weights_of(cfg: Any) -> list[Weight]:
+def weights_of(cfg: Config) -> list[Weight]:
     """The Weights of a model with memo's keys `cfg`, all stages. GPT-2 has all biases, keeps q, k and v side
     by side in one matrix, and a linear as (in, out)."""
     family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []

@@ -11,15 +11,19 @@ from typing import Any
 
 from memo.errors import ConfigError
 
+# of a key: int, float, bool or str, whichever its Field says. check_value() sees to that, mypy cannot see it
+Value = Any
+Keys = dict[str, Value]  # by name
+
 MOST_VALUE_CHARS = 1000  # of a text
 # characters that break a line, or cannot be printed
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_COLUMNS = 110
 
 
-def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = (),
+def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
-        why: str = "", auto: bool = False) -> Any:
+        why: str = "", auto: bool = False) -> Value:
     """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
     `most`. For a text `least` counts characters. A number with the default "auto", or `auto`, may be that.
     `section`: the heading of this key and of those that follow."""
@@ -27,21 +31,26 @@ def key(default: Any, help: str, *, section: str = "", choices: Sequence[str] = 
                                                 below=below, most=most, why=why, auto=auto))
 
 
-def option(name: str, kind: type, default: Any = None, help: str = "", **bounds: Any) -> Field:
+def option(name: str, kind: type, default: Value = None, help: str = "", **bounds: Value) -> Field[Value]:
     """A key outside the configuration, of `kind` int, float, bool or str."""
-    f = key(default, help, **bounds)
+    f: Field[Value] = key(default, help, **bounds)
     f.name, f.type = name, kind
     return f
 
 
-def may_be_auto(f: Field) -> bool:
+def kind_of(f: Field[Value]) -> type:
+    """Finds the type of a key: int, float, bool or str."""
+    assert isinstance(f.type, type)
+    return f.type
+
+
+def may_be_auto(f: Field[Value]) -> bool:
     return f.type in (int, float) and (f.default == "auto" or f.metadata["auto"])
 
 
-def type_name(f: Field) -> str:
+def type_name(f: Field[Value]) -> str:
     """The type of a key, for a message."""
-    kind: Any = f.type
-    return f"{kind.__name__} or auto" if may_be_auto(f) else kind.__name__
+    return f"{kind_of(f).__name__} or auto" if may_be_auto(f) else kind_of(f).__name__
 
 
 def shown(value: object) -> str:
@@ -52,7 +61,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_value(f: Field, value: Any) -> None:
+def check_value(f: Field[Value], value: Value) -> None:
     """Errors: ConfigError: key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
@@ -82,7 +91,7 @@ def check_value(f: Field, value: Any) -> None:
         raise refused(f"must be at most {m['most']}{reason}")
 
 
-def number_of(text: str, kind: type = int) -> Any:
+def number_of(text: str, kind: type = int) -> Value:
     """Read a number of `kind` int or float, in plain digits. Errors: ValueError: it is none, or it has digits
     of another script, underscores or spaces, which Python takes."""
     if not text.isascii() or set(text) & {"_", *string.whitespace}:
@@ -90,9 +99,9 @@ def number_of(text: str, kind: type = int) -> Any:
     return kind(text)
 
 
-def typed(f: Field, value: Any, where: str) -> Any:
+def typed(f: Field[Value], value: Value, where: str) -> Value:
     """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
-    kind: Any = f.type
+    kind = kind_of(f)
     if kind is float and type(value) is int and abs(value) < 2**63:
         return float(value)
     if not where.startswith("--") or kind is str or (value == "auto" and may_be_auto(f)):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 from uuid import uuid4
 
 import torch
@@ -32,6 +32,7 @@ CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
 LEAVES = threading.Lock()
+T = TypeVar("T")
 
 
 # --- torchrun ---
@@ -45,6 +46,13 @@ class Launch:
     local_rank: int
     local_world: int  # ranks on this host
     threads: int = 0  # CPU threads to use, where torchrun left a rank just one; 0: as torch has it
+
+    def take(self, device: torch.device) -> None:
+        """Take this rank's threads and its GPU, if `device` is one."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int | str, least: int, most: int) -> int:
@@ -105,12 +113,11 @@ def rank_name(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def together(host: Axis, work: Callable, *args: Any) -> Any:
-    """work(*args), which talks to no other rank. Errors: one line on all ranks of `host`, whichever rank met
-    a ConfigError or OSError."""
-    result, error = None, None
+def together(host: Axis, work: Callable[..., T], *args: object) -> T:
+    """work(*args), which talks to no other rank. A ConfigError or OSError of one rank is Agreed on all."""
+    results, error = list[T](), None
     try:
-        result = work(*args)
+        results = [work(*args)]
     except (ConfigError, OSError) as e:
         if host.size == 1:
             raise
@@ -119,10 +126,10 @@ def together(host: Axis, work: Callable, *args: Any) -> Any:
     if found := [e for e in errors if e]:
         text, where = found[0]
         raise Agreed(text if all(e and e[0] == text for e in errors) else f"{where}: {text}")
-    return result
+    return results[0]
 
 
-def same_everywhere(host: Axis, values: dict[str, Any], remedy: str) -> None:
+def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
     """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
     for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
         if rank == 0:
@@ -132,13 +139,13 @@ def same_everywhere(host: Axis, values: dict[str, Any], remedy: str) -> None:
             raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
 
 
-def leave(line: str, wait_s: float = 0) -> None:
+def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
     """Ends the process, `wait_s` after it has said the line, if any, whatever its threads wait for."""
     with LEAVES:  # the first thread that knows a reason
         if line:
             print(f"error: {line}", file=sys.stderr, flush=True)
         time.sleep(wait_s)
-        os._exit(1)
+        os._exit(code)
 
 
 class Stepping(Protocol):
@@ -150,9 +157,8 @@ class Stepping(Protocol):
 
 @contextmanager
 def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
-    """Ends this process at once where it is one of several and an exception is raised in the with-block: an
-    orderly end would wait for ranks that may be gone. Rank 0 alone reports an error that all ranks share.
-    `run`: once it is set up."""
+    """Ends this process at once where it is one of several and the with-block raises: an orderly end would
+    wait for ranks that may be gone. Rank 0 reports an error that all share. `run`: once it is set up."""
     try:
         yield
     except Exception as e:
@@ -162,15 +168,15 @@ def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
         where = rank_name(host.rank)
         if run:
             where += f", stage {run.cfg.stage}" * (run.cfg.pp > 1) + f", step {run.step}"
-        with LEAVES:
-            if host.rank == 0 or not common:
-                line = last_line(e) or traceback.format_exc()
-                print(f"error: {line if common else f'{where}: {line}'}", file=sys.stderr, flush=True)
-            if common and host.rank > 0:
-                time.sleep(0.5)  # torchrun ends all ranks when the first one is gone
+        line = last_line(e) or traceback.format_exc()
+        if not common:
+            line = f"{where}: {line}"
+        early = run is None and isinstance(e, (ConfigError, OSError))
+        with suppress(OSError):
             sys.stdout.flush()
-            early = run is None and isinstance(e, (ConfigError, OSError))
-            os._exit(2 if early or isinstance(e, DataError) else 1)
+        # torchrun ends all ranks when the first one is gone: that is the one which says why
+        silent = common and host.rank > 0
+        leave("" if silent else line, 0.5 * silent, 2 if early or isinstance(e, DataError) else 1)
 
 
 # --- connections ---
@@ -225,40 +231,36 @@ def open_store(launch: Launch) -> dist.Store:
                               "another one for all ranks") from None
 
 
-class Pulse:
+def start_pulse(rank: int, world: int) -> Callable[[], None]:
     """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S. A GPU would
     wait for days for messages of that rank, and torchrun on another node would not notice. Each rank tells
-    the next one every BEAT_S that it is alive (0), in the end that it stops (1)."""
+    the next one every BEAT_S that it is alive (0), in the end that it stops (1) -> what stops this one."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
+    before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
-        self.before, self.next = (rank - 1) % world, (rank + 1) % world
-        self.stopped = threading.Event()
-        self.threads = [threading.Thread(target=work, name="memo pulse", daemon=True)
-                        for work in (self.listen, self.beat)]
-        for thread in self.threads:
-            thread.start()
-
-    def listen(self) -> None:
+    def listen() -> None:
         heard = torch.zeros(1)
         try:
             while not heard.item():
-                dist.recv(heard, self.before, self.group)
+                dist.recv(heard, before, group)
         except RuntimeError:
             time.sleep(1)  # another thread may know the cause and report it first
-            leave(f"{rank_name(dist.get_rank())}: lost rank {self.before}; what is saved is whole")
+            leave(f"{rank_name(rank)}: lost rank {before}; what is saved is whole")
 
-    def beat(self) -> None:
+    def beat() -> None:
         with suppress(RuntimeError):  # the next rank is gone: another rank, which listens to it, reports that
-            while not self.stopped.wait(BEAT_S):
-                dist.send(torch.zeros(1), self.next, self.group)
-            dist.send(torch.ones(1), self.next, self.group)
+            while not stopped.wait(BEAT_S):
+                dist.send(torch.zeros(1), after, group)
+            dist.send(torch.ones(1), after, group)
 
-    def stop(self) -> None:
-        """All ranks leave in good order."""
-        self.stopped.set()
-        for thread in self.threads:
+    def stop() -> None:
+        stopped.set()
+        for thread in threads:
             thread.join()
+    threads = [threading.Thread(target=work, name="memo pulse", daemon=True) for work in (listen, beat)]
+    for thread in threads:
+        thread.start()
+    return stop
 
 
 @contextmanager
@@ -287,7 +289,7 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 
 @contextmanager
-def process_group(launch: Launch) -> Iterator[Any]:
+def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
     """(the group of all ranks, over gloo, their store) while the process is one of several, else Nones.
     Where the with-block ends with an error the process must end too: rank_errors()."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -301,11 +303,11 @@ def process_group(launch: Launch) -> Iterator[Any]:
             store = open_store(launch)
             store = dist.PrefixStore(meeting(store, rank, world), store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
-            pulse = Pulse(rank, world)
+            stop_pulse = start_pulse(rank, world)
         yield dist.group.WORLD, store
     except Interrupted as e:
         if rank == 0:
             print(e, file=sys.stderr, flush=True)
         os._exit(128 + e.number)  # an orderly end would wait for the other ranks, which may be gone
-    pulse.stop()
+    stop_pulse()
     dist.destroy_process_group()

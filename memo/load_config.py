@@ -1,20 +1,114 @@
-"""Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face."""
+"""Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face.
 
+Config files are assignments that are evaluated, never run. A value is a literal, a name that was assigned
+before, or arithmetic on numbers, and stays within bounds: no file can run code, block a command or fill its
+memory.
+"""
+
+import ast
 import difflib
-from collections.abc import Collection, Mapping
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field
+from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS, Config
-from memo.errors import ConfigError
+from memo.errors import ConfigError, reason
+from memo.files import read_text
 from memo.huggingface import OWN, check_reach, model_keys
-from memo.keys import check_value, columns, typed
-from memo.literals import assignments
+from memo.keys import Keys, Value, check_value, columns, typed
 from memo.manifest import newest
 from memo.rope import parse_scaling
 from memo.settings import inner_width
 
+MOST_CONFIG_CHARS = 2**16  # of a config file
+MOST_STRING = 2**12        # characters: the longest path
+MOST_INT = 2**63           # integers are below it
+ARITHMETIC: dict[type, Callable] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
+VALUES = "a value is a number, a string, True, False, a key assigned above, or + - * / // ** of numbers"
+
+
+# --- a config file ---
+
+class Refused(ValueError):
+    """A value that a config file cannot have."""
+
+
+def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
+    """Yields (line, name, value) of a config file, in order. Errors: ConfigError, with the line."""
+    known: dict[str, Value] = {}
+    for node in statements(path):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            continue  # a docstring
+        names = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
+        if not isinstance(node, ast.Assign) or len(names) < len(node.targets):
+            raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = "
+                              "12")
+        try:
+            value = value_of(node.value, known)
+        except (Refused, ArithmeticError, RecursionError) as e:
+            why = "it is nested too deep" if isinstance(e, RecursionError) else reason(e)
+            raise ConfigError(f"{path}:{node.lineno}: {why}") from None
+        for name in names:
+            known[name] = value
+            yield node.lineno, name, value
+
+
+def statements(path: str | Path) -> list[ast.stmt]:
+    """The syntax trees of a Python file's statements. Errors: ConfigError."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd escapes in strings, say
+            return ast.parse(read_text(path, MOST_CONFIG_CHARS)).body
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path!r} does not exist; see config/") from None
+    except SyntaxError as e:
+        raise ConfigError(f"{path}:{e.lineno or 1}: {e.msg}") from None
+    except (MemoryError, RecursionError):  # what Python's parser says then
+        raise ConfigError(f"{path}:1: it is nested too deep") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"config file {path!r} cannot be read ({reason(e)}); give one like those in "
+                          "config/") from None
+
+
+def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
+    """The value of an expression's syntax tree. Errors: Refused, ArithmeticError, RecursionError."""
+    if isinstance(node, ast.Constant):
+        return check_bounds(node.value)
+    if isinstance(node, ast.Name):
+        if node.id not in known:
+            raise Refused(f"{node.id!r} is not assigned above; {VALUES}")
+        return known[node.id]
+    if not isinstance(node, ast.UnaryOp | ast.BinOp) or type(node.op) not in ARITHMETIC:
+        raise Refused(VALUES)
+    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    values = [value_of(operand, known) for operand in operands]
+    if any(type(value) not in (int, float) for value in values):
+        raise Refused(f"+ - * / // ** take numbers; {VALUES}")
+    match node.op, values:
+        case ast.Pow(), [int(base), int(exponent)]:
+            if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # not computed: 9**9**9
+                raise Refused(f"{base}**{exponent} must be below 2**63")
+    return check_bounds(ARITHMETIC[type(node.op)](*values))
+
+
+def check_bounds(value: object) -> Value:
+    """`value`, an int, float, str or bool within bounds. Errors: Refused."""
+    if not isinstance(value, (int, float, str)):
+        raise Refused(VALUES)
+    if type(value) is int and not -MOST_INT < value < MOST_INT:
+        raise Refused("a whole number must be below 2**63")
+    if type(value) is float and not isfinite(value):
+        raise Refused("a number must be finite")
+    if type(value) is str and (len(value) > MOST_STRING or not value.isprintable()):
+        raise Refused(f"a string must be at most {MOST_STRING} characters, all of them printable")
+    return value
+
+
+# --- all sources ---
 
 def known_key(name: str, where: str) -> Field:
     if name not in KEYS:
@@ -24,7 +118,7 @@ def known_key(name: str, where: str) -> Field:
     return KEYS[name]
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_file(path: str) -> Keys:
     """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
     assignments to known keys."""
     given = {}
@@ -39,7 +133,7 @@ def read_file(path: str) -> dict[str, Any]:
     return given
 
 
-def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+def read_keys(argv: list[str]) -> tuple[str | None, Keys]:
     """(config file or None, {key: value}) of a command line."""
     path, values = None, {}
     for arg in argv:
@@ -56,15 +150,15 @@ def read_keys(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
     return path, values
 
 
-def stored_config(stored: dict[str, Any], **changes: Any) -> Config:
+def stored_config(stored: Keys, **changes: Value) -> Config:
     """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
     left out. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
-def meaning(keys: Mapping[str, Any], name: str) -> Any:
+def meaning(keys: Keys, name: str) -> Value:
     """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
-    model = {k: f.default for k, f in KEYS.items()} | dict(keys)
+    model: Keys = {k: f.default for k, f in KEYS.items()} | dict(keys)
     match name:
         case "rope_scaling":
             return parse_scaling(model[name])
@@ -77,8 +171,7 @@ def meaning(keys: Mapping[str, Any], name: str) -> Any:
     return model[name]
 
 
-def starting_keys(given: dict[str, Any], typed_in: Collection[str],
-                  passed_over: Mapping[Path, str]) -> dict[str, Any]:
+def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[Path, str]) -> Keys:
     """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
     given keys that stand on the command line."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
@@ -111,7 +204,7 @@ def starting_keys(given: dict[str, Any], typed_in: Collection[str],
     return {k: v for k, v in base.items() if k in KEYS and k != "allow_other_data"}  # it is for one command
 
 
-def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> dict[str, Any]:
+def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
     """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
     counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
     warmup is cut to the length of the decay."""

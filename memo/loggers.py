@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from memo.config import Config
 from memo.errors import ConfigError, reason, warn
-from memo.files import open_file, own_folder, parse_json, regular, save_bytes
+from memo.files import Json, JsonObject, open_file, own_folder, parse_json, regular, save_bytes
 from memo.formulas import percent
 
 MOST_LINE, MOST_COMMAS = 2**16, 64  # of a line of metrics.jsonl: characters; that part its values
@@ -53,15 +53,9 @@ class StepStats:
         return {k: v for k, v in known.items() if v is not None or k not in ("val_loss", "bubble_s")}
 
 
-def say(text: str) -> None:
-    """Prints a line, above a progress bar if there is one."""
-    tqdm.write(text)
-    sys.stdout.flush()
-
-
 def is_step(row: dict) -> bool:
     """Whether the values of a line that are read again are values that StepStats writes."""
-    numbers: list[Any] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
+    numbers: list[Json] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
     if row.get("val_loss") is not None:
         numbers.append(row["val_loss"])
     return type(row.get("iter")) is int and all(type(n) in (int, float) and 0 <= n < 2**63 for n in numbers)
@@ -147,7 +141,7 @@ class WandbLogger:
     """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
     stops the run. `id`: of the run there, which goes on where there is one."""
 
-    def __init__(self, cfg: Config, config_dict: dict[str, Any], id: str | None = None) -> None:
+    def __init__(self, cfg: Config, config_dict: JsonObject, id: str | None = None) -> None:
         self.run: Any = None  # wandb's
         try:
             for folder in (Path(cfg.out_dir, name) for name in ("wandb", ".wandb")):  # it takes what is there
@@ -157,10 +151,10 @@ class WandbLogger:
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
                         id=id, resume="allow", allow_val_change=True, config=config_dict,
                         settings=wandb.Settings(init_timeout=WANDB_S))
-            mode: Any = os.environ.get("WANDB_MODE")
+            mode = os.environ.get("WANDB_MODE")
             try:
                 mode = mode or ("online" if wandb.login(prompt=False) else "offline")
-                self.run = wandb.init(**keys, mode=mode)
+                self.run = wandb.init(**keys | dict(mode=mode))
             except Exception as e:
                 warn(f"wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})")
                 self.run = wandb.init(**keys, mode="offline")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ import torch
 from memo.batch import Data
 from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
+from memo.files import JsonObject
 from memo.parallel.cp import local_positions
 from memo.parallel.tp import own_ids
 from memo.protocols import Model
@@ -51,8 +51,6 @@ class Questions:
         return torch.cat((tokens[0], targets[0, -1:]))
 
 
-# --- what the model says of tokens ---
-
 @contextmanager
 def room_for(what: str) -> Iterator[None]:
     """Errors: RunFailed: the device's memory ends while `what` takes some."""
@@ -63,14 +61,6 @@ def room_for(what: str) -> Iterator[None]:
             raise
         raise RunFailed(f"out of memory ({text}) at {what}; try more ranks with a larger --cp or --tp, or "
                         "shorter --lengths") from e
-
-
-def reserve(model: Model, B: int, length: int) -> None:
-    """Takes the memory for B sequences, unless the model has just that: the activations of one layer, which
-    all layers use in turns."""
-    T = length // model.mesh.tokens.size
-    if model.shape != (B, T):
-        model.reserve_forward(B, T)
 
 
 def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -91,7 +81,8 @@ def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> t
     B, length = wanted.shape
     tp, device = model.mesh.weights, model.device
     with room_for(f"{B} x {length:,} tokens"):
-        reserve(model, B, length)
+        if model.shape != (shape := (B, length // model.mesh.tokens.size)):
+            model.reserve_forward(*shape)  # of one layer, whose memory all layers use in turns
         here = local_positions(model.cfg, length, model.mesh)  # of each sequence, by subsequence
         made = torch.zeros(2, B * length, dtype=torch.float64)
 
@@ -121,8 +112,6 @@ def over_sequences(model: Model, n: int, work: Callable[[int], np.ndarray]) -> n
     return mesh.replicas.sum(every.to(model.device)).cpu().numpy()
 
 
-# --- loss by position ---
-
 def bucket_edges(length: int) -> list[int]:
     """Where buckets of positions begin, and where the last one ends. Each holds as many as all before it."""
     return sorted({0, *(length >> k for k in range(POSITION_BUCKETS))})
@@ -130,8 +119,7 @@ def bucket_edges(length: int) -> list[int]:
 
 def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
     """(S,) fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees windows of
-    `context` tokens. Windows overlap by half: of what is before a token the model sees all, or at least
-    context/2."""
+    `context` tokens, which overlap by half: before a token it sees all, or at least context/2."""
     S = len(ids) - 1
     starts = [*range(0, S - context, context // 2), S - context]
     ends = [0, *(start + context for start in starts[:-1])]  # of what the windows before have scored
@@ -147,7 +135,7 @@ def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
     return losses
 
 
-def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
     """Lists with an item for each bucket of positions, and what tokens gain whose past is longer than the
     least length. tell(what is done now)."""
     S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
@@ -170,11 +158,8 @@ def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) 
                        gain_beyond_cut=beyond, gain_beyond_cut_error=beyond_error)
 
 
-# --- needles ---
-
 def usual_tokens(data: Data) -> np.ndarray:
-    """Ids of which the split has an eighth of the mean or more, and of at least a needle's length. Of others
-    a model may have seen nothing."""
+    """Ids of which the split has an eighth of the mean or more: a model knows these; NEEDLE at least."""
     counts = np.bincount(data.tokens["val"][:COUNTED], minlength=data.vocab_size)
     usual = np.count_nonzero(8 * data.vocab_size * counts >= counts.sum())
     return np.argsort(-counts, kind="stable")[:max(NEEDLE, usual)]
@@ -199,26 +184,21 @@ def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) ->
     return text
 
 
-def needle_scores(model: Model, ids: torch.Tensor, needle: torch.Tensor, depths: list[float]) -> np.ndarray:
-    """(1 + depths, 2), without a needle, then with one at each depth: the mean log-probability of the value's
-    tokens, and the fraction of these that are the likeliest."""
-    wanted = torch.zeros(1, len(ids) - 1, dtype=torch.bool)
-    wanted[:, -VALUE:] = True
-    found = [token_scores(model, needle_text(ids, needle, depth)[None], wanted) for depth in (None, *depths)]
-    return torch.stack(found).sum((2, 3)).numpy() / VALUE
-
-
-def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
     """`score`: the fraction of the value's tokens that are found. `gain`: what a needle adds to their mean
     log-probability. Both for each depth a list with an item for each length. tell(what is done now)."""
     usual, n, made = usual_tokens(asked.data), asked.batches, []
 
-    def scores(length: int, i: int) -> np.ndarray:
+    def needle_scores(length: int, i: int) -> np.ndarray:
         tell(f"needles, length {length:,}, sequence {i + 1} of {n}")
         ids, rng = asked.sequence(i, length), np.random.default_rng((asked.seed, length, i))
-        return needle_scores(model, ids, draw_needle(usual, ids, rng), asked.depths)
+        needle, wanted = draw_needle(usual, ids, rng), torch.zeros(1, length, dtype=torch.bool)
+        wanted[:, -VALUE:] = True
+        texts = [needle_text(ids, needle, depth) for depth in (None, *asked.depths)]
+        scores = [token_scores(model, text[None], wanted) for text in texts]
+        return torch.stack(scores).sum((2, 3)).numpy() / VALUE  # (1 + depths, 2)
     for length in asked.lengths:
-        made.append(over_sequences(model, n, partial(scores, length)).mean(0))
+        made.append(over_sequences(model, n, partial(needle_scores, length)).mean(0))
     log_p, right = np.array(made).transpose(2, 1, 0)  # (1 + depths, lengths) each
     score, gain = right[1:], log_p[1:] - log_p[0]
     return dict(lengths=asked.lengths, depths=asked.depths, score=score.tolist(), gain=gain.tolist(),

@@ -6,10 +6,9 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from memo.errors import CheckpointError, reason
-from memo.files import MOST_JSON_CHARS, parse_json, plain_name, read_text
+from memo.files import MOST_JSON_CHARS, JsonObject, parse_json, plain_name, read_text
 from memo.keys import shown
 
 # out_dir/ckpt/<iter>/checkpoint.json, as memo/checkpoint.py says
@@ -68,12 +67,12 @@ def last_good(out_dir: str | Path, iter: int) -> str:
     return "there is no good checkpoint yet"
 
 
-def manifest_text(stored: dict[str, Any]) -> str:
+def manifest_text(stored: JsonObject) -> str:
     """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
 
-def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, dict[str, Any]]:
+def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, JsonObject]:
     """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
     used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
@@ -85,7 +84,7 @@ def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[P
     return folder, read_manifest(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> JsonObject:
     """The content of checkpoint.json in `folder`: dict(format, iter, config, files {name: [bytes, crc32]}).
     Errors: Damaged; CheckpointError: another format."""
     path = folder / CHECKPOINT_JSON

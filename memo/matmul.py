@@ -7,6 +7,7 @@ All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), 
 
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -14,6 +15,11 @@ from memo import fp8, te
 from memo.device import device_name
 from memo.errors import ConfigError
 from memo.parallel.axis import Axis, Works
+
+Rows: TypeAlias = torch.Tensor | fp8.Quantised  # what products take of an input
+RowGradients: TypeAlias = torch.Tensor | fp8.Gradient  # of the gradient of a result
+Part: TypeAlias = torch.Tensor | fp8.Matrix  # a rank's part of a matrix, or of a bias
+Linear = tuple[Part, torch.Tensor | None]  # a matrix, and a bias
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
                               "forward input_gradient weight_gradient as_one")
@@ -96,7 +102,7 @@ def pieces(kept: torch.Tensor, like: torch.Tensor) -> Iterator[tuple[slice, torc
     yield slice(None), kept
 
 
-def start_gather(axis: Axis, x: torch.Tensor) -> Works:
+def start_gather(axis: Axis, x: torch.Tensor) -> Works[torch.Tensor]:
     return axis.start_gather(x)
 
 

@@ -4,7 +4,6 @@ tensors; what the startup and plan.json say of both."""
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -289,7 +288,7 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
 
 
 def plan_record(cfg: Config, decision: Decision, model: Model, lines: list[Line],
-                expected: Estimate | None) -> dict[str, Any]:
+                expected: Estimate | None) -> dict[str, object]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""
     plan = decision.swap_plan
@@ -302,7 +301,7 @@ def plan_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])
 
 
-def stage_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]) -> dict[str, Any]:
+def stage_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
     """What plan.json holds of each of several stages, from its first rank."""
     record = plan_record(cfg, decision, model, lines, None)
     own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",

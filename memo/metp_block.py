@@ -13,17 +13,17 @@ Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from memo.activations import Activations, Weights
-from memo.attention import Attention, Gradients, attend, attend_backward, start_keys
+from memo.attention import Attention, Gradients, Meanwhile, attend, attend_backward, start_keys
 from memo.block import EVERY_ROW, Block
 from memo.config import Config
 from memo.layer import head_groups, layer_of, makes_queries_early
+from memo.matmul import Part, RowGradients, Rows
 from memo.ops import Ops, gelu_backward, gelu_forward
-from memo.parallel.axis import Works
+from memo.parallel.axis import Hop
 from memo.parallel.mesh import Mesh
 from memo.parallel.metp import (
     Activation,
@@ -42,6 +42,9 @@ from memo.parallel.metp import (
 from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
+
+# a group, its matrices, [k, v] where they lie in no pieces, and those that come from the other ranks
+WithKeys = tuple[Heads, Matrices, Sequence[torch.Tensor], Visits | None]
 
 
 class MetpBlock(Block):
@@ -82,13 +85,13 @@ class MetpBlock(Block):
 
     def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         names = self.names_of("kv")
-        coming = self.broadcasts(self.own_parts(*names), *names, keys_at=lambda group: group.first)
+        coming = self.broadcasts(self.own_parts(*names), names, lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: Activations, turn: torch.Tensor | None, own: dict[str, Any],
+    def attention_half(self, s: Activations, turn: torch.Tensor | None, own: dict[str, Part],
                        memory: torch.Tensor, r: slice, again: bool = False) -> None:
         """attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for the norm's
         output. `again`: the unit's own piece is there already, where it has one. Source: METP, algorithms 3
@@ -98,8 +101,7 @@ class MetpBlock(Block):
 
         def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
             projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
-        coming = self.broadcasts(own, *names, keys_at=lambda group: group.first or not s.pieces,
-                                 behind=behind)
+        coming = self.broadcasts(own, names, lambda group: group.first or not s.pieces, behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
         normed = self.matmul.rows(memory[None])
         ahead = self.groups_ahead(coming, s, normed, turn)
@@ -119,16 +121,16 @@ class MetpBlock(Block):
                 attend_prefix(self.prefix_at(s, turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
             else:  # over all ranks' tokens
                 attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
-                       others and meanwhile)
+                       meanwhile if others else None)
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Any,
-                     turn: torch.Tensor | None) -> Ahead:
+    def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Rows,
+                     turn: torch.Tensor | None) -> Ahead[WithKeys]:
         """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
         has its keys on their way beside the group before."""
-        def send_keys(item: tuple[Heads, Matrices]) -> tuple:
+        def send_keys(item: tuple[Heads, Matrices]) -> WithKeys:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
@@ -136,7 +138,7 @@ class MetpBlock(Block):
             return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
         return Ahead(map(send_keys, coming))
 
-    def made(self, names: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
+    def made(self, names: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
              lse: torch.Tensor) -> list[torch.Tensor]:
         """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
         rows = lse.shape[0] * lse.shape[2]
@@ -145,7 +147,7 @@ class MetpBlock(Block):
                for name in names]
         return self.heads(*new, like=lse)
 
-    def one_made(self, name: str, normed: Any, matrices: Matrices, turn: torch.Tensor | None,
+    def one_made(self, name: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
                  out: torch.Tensor) -> torch.Tensor:
         """q, k or v of a group of heads from (1, n, C), over `out` (n, heads * D)."""
         for r in row_pieces(len(out)):
@@ -154,7 +156,7 @@ class MetpBlock(Block):
             self.rotate(out, turn, back=False)
         return out
 
-    def fill_piece(self, s: Activations, normed: Any, heads: Heads, matrices: Matrices,
+    def fill_piece(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices,
                    turn: torch.Tensor | None) -> None:
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
@@ -168,12 +170,12 @@ class MetpBlock(Block):
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: Activations, own: dict[str, Any], r: slice) -> Projection:
+    def projected(self, s: Activations, own: dict[str, Part], r: slice) -> Projection:
         """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
         paper: there would be more sums."""
         return Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], s.x[r], s.attn_out[r], s.mid[r])
 
-    def mlp_half(self, s: Activations, own: dict[str, Any], out: torch.Tensor,
+    def mlp_half(self, s: Activations, own: dict[str, Part], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
@@ -185,15 +187,15 @@ class MetpBlock(Block):
     def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
-        coming = self.broadcasts(own, *self.projections, "proj_w",
-                                 keys_at=lambda group: group.last or not s.pieces)
+        coming = self.broadcasts(own, [*self.projections, "proj_w"],
+                                 lambda group: group.last or not s.pieces)
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
         home = self.mlp_half_backward(visits, own, dy, s, dx)
         del own  # of the MLP
         return self.attention_half_backward(coming, home, dy, s, turn, dx)
 
-    def mlp_half_backward(self, visits: Visits, own: dict[str, Any], dy: torch.Tensor, s: Activations,
-                          dx: torch.Tensor) -> Works | None:
+    def mlp_half_backward(self, visits: Visits, own: dict[str, Part], dy: torch.Tensor, s: Activations,
+                          dx: torch.Tensor) -> Hop | None:
         """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see
         metp_mlp_backward."""
         w, dw = self.w, self.dw
@@ -205,7 +207,7 @@ class MetpBlock(Block):
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
 
-    def attention_half_backward(self, coming: Broadcasts, mlp_home: Works | None, dy: torch.Tensor,
+    def attention_half_backward(self, coming: Broadcasts, mlp_home: Hop | None, dy: torch.Tensor,
                                 s: Activations, turn: torch.Tensor | None,
                                 dx: torch.Tensor) -> torch.Tensor:
         """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
@@ -233,7 +235,7 @@ class MetpBlock(Block):
             if others is None:  # there is no ring to do it in
                 self.send_projection_gradient(heads, taken, s, home)
             gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
-                                                   others and meanwhile)
+                                                   meanwhile if others else None)
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
@@ -259,8 +261,8 @@ class MetpBlock(Block):
             add_all(self.mlp_parts(vars(dw)), mlp_home.wait())
         return s.x
 
-    def with_queries(self, dy: Any, s: Activations, normed: Any, turn: torch.Tensor | None,
-                     item: tuple) -> tuple:
+    def with_queries(self, dy: RowGradients, s: Activations, normed: Rows, turn: torch.Tensor | None,
+                     item: WithKeys) -> tuple[*WithKeys, torch.Tensor, torch.Tensor]:
         """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
@@ -272,17 +274,18 @@ class MetpBlock(Block):
             self.matmul.input_gradient(dy[:, r], matrices["proj_w"], flat[:, r])
         return heads, matrices, kv, others, q, dout
 
-    def send_projection_gradient(self, heads: Heads, dy: Any, s: Activations, home: Reductions) -> None:
+    def send_projection_gradient(self, heads: Heads, dy: RowGradients, s: Activations,
+                                 home: Reductions) -> None:
         """The gradient of the projection's matrix, of a group of heads, sets off."""
         places, columns = home.places(heads, ["proj_w"]), s.attn_out[:, self.columns_of(heads)]
         for r in row_pieces(len(s.x)):
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
-    def attend_group_backward(self, s: Activations, normed: Any, heads: Heads,
+    def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
                               q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
-                              meanwhile: Callable | None) -> Gradients:
+                              meanwhile: Meanwhile | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
@@ -301,22 +304,23 @@ class MetpBlock(Block):
 
     # --- what both need ---
 
-    def own_parts(self, *names: str) -> dict[str, Any]:
+    def own_parts(self, *names: str) -> dict[str, Part]:
         """{name: the rank's part of a parameter}: of all, the matrices among `names` as they travel."""
         matrices = [name for name in names if name.endswith("_w")]
         taken = self.matmul.matrices(self.tp, [getattr(self.w, name) for name in matrices])
         return vars(self.w) | dict(zip(matrices, taken, strict=True))
 
-    def visits(self, own: dict[str, Any]) -> Visits:
+    def visits(self, own: dict[str, Part]) -> Visits:
         return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own)))
 
-    def mlp_parts(self, of: dict[str, Any]) -> list[Any]:
+    def mlp_parts(self, of: dict[str, Part]) -> list[Part]:
         """The rank's part of the MLP, of parameters or gradients."""
         return [of[name] for name in self.mlp_names]
 
-    def broadcasts(self, own: dict[str, Any], *names: str, **how: Callable) -> Broadcasts:
+    def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
+                   behind: Callable[[Heads], None] = lambda group: None) -> Broadcasts:
         mine = {name: own[name] for name in names}
-        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, **how)
+        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, keys_at, behind)
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""

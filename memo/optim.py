@@ -20,7 +20,6 @@ Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
@@ -60,7 +59,7 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 def digest(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
     """The sum of a flat tensor's bits in `dtype`, each element's times a number of its place: the same in any
     order of adding, another one where a bit differs."""
-    total: Any = 0
+    total: int | torch.Tensor = 0
     odd = torch.arange(1, 2 * min(CHUNK, len(flat)), 2, device=flat.device)
     for part in flat.split(CHUNK):
         bits = part.to(dtype).view(torch.int16 if dtype.itemsize == 2 else torch.int32)
@@ -137,7 +136,7 @@ class Optimizer:
         self.max_norm = self.lr = 0.0  # of the step under way, as what follows
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
-    def within(self, k: int, ranges: list[tuple]) -> list[tuple[Range, Any]]:
+    def within(self, k: int, ranges: list[tuple[int, int, bool]]) -> list[tuple[Range, bool]]:
         """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
         any."""
         own = self.own[k]
@@ -146,7 +145,7 @@ class Optimizer:
 
     def shard_of(self, p: Location) -> list[Range]:
         """[Range]: this rank's part of a parameter, none or one."""
-        return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, None)])]
+        return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, False)])]
 
     def elsewhere(self, name: str) -> bool:
         """Whether a parameter is counted and saved by the first stage, which holds the same one."""

@@ -4,11 +4,11 @@ the same; a checkpoint keeps it, and a run that resumes says what has changed.""
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from memo import __version__
+from memo.files import Json
 from memo.keys import shown
 
 
@@ -21,7 +21,7 @@ def code() -> dict[str, str]:
     return {"memo": f"{__version__}, sources {digest.hexdigest()[:16]}", "torch": torch.__version__}
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
     """{name: both values} of what differs from what it was, where that is known. Of data that an older memo
     has prepared the first half of the fingerprint is known."""
     told = {}

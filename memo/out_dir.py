@@ -4,46 +4,36 @@ import contextlib
 import errno
 import fcntl
 import os
-import sys
 import tempfile
 import time
 import zlib
 from pathlib import Path
 from typing import IO
 
-from memo.errors import ConfigError, elsewhere
+from memo.errors import ConfigError, elsewhere, warn
 from memo.files import NEW, read_text, regular
 
 LOCK = ".lock"
 
 
 def lock(out: Path, owner: str) -> IO:
-    """Makes `out` and locks it for this process, so that two runs never write there at once -> the open lock,
-    a file with the text `owner`."""
+    """Makes and locks `out`, so that two runs never write there at once -> the lock, which says `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = open(os.open(out / LOCK, flags, 0o666), "r+")  # noqa: SIM115  until the process ends
         if regular(os.fstat(file.fileno())).st_nlink > 1:  # another name of a file that is not the run's
             raise OSError(errno.EMLINK, "its .lock has other names too, remove it")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another "
+                              "--out_dir") from None
+        except OSError as e:  # some network file systems know no locks
+            warn(f"out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it")
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), owner.encode())
     except OSError as e:
-        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); choose another "
-                          "--out_dir") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another "
-                          "--out_dir") from None
-    except OSError as e:  # some network file systems know no locks
-        print(f"warning: out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it",
-              file=sys.stderr)
-    try:
-        file.truncate(0)
-        file.write(owner)
-        file.flush()
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            file.close()
         raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); "
                           f"{elsewhere(e, '--out_dir')}") from None
     for left in out.glob(f"{NEW}*"):  # by a run that was killed

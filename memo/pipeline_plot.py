@@ -1,14 +1,12 @@
 """The picture of a pipeline: what all its stages do over time. No torch."""
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from memo.axes import Axes
-from memo.plots import GREY, RED, pyplot, store
+from memo.plots import GREY, RED, Drawn, draw_boxes, patch, picture, pyplot
 from memo.schedule.spans import Span, busy_s, length_s, sent_and_received, stall_s
 
 COPIES = "offload", "prefetch"
@@ -16,7 +14,9 @@ COPIES = "offload", "prefetch"
 ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.12)}
 LINE = "#5a5f68"
 LOOKS = {"forward": "forward", "backward": "backward", "recompute": "recompute", "sweep": "recompute"}
-LABEL = re.compile(r"(?P<work>.*?)(?: \d+(?:\.(?P<subsequence>\d+))?)?")
+
+
+Colour = tuple[float, ...]  # RGB
 
 
 class Bar(NamedTuple):
@@ -37,11 +37,11 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
     for s in spans:
         if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
             continue
-        said = LABEL.fullmatch(s.label)
-        assert said is not None  # it matches any
-        computed = LOOKS.get(said["work"], "others")
-        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else computed
-        bars.append(Bar(stage, s.stream, look, int(said["subsequence"] or 0) % N, s.start_s, s.end_s))
+        work, _, unit = s.label.rpartition(" ")
+        number = unit.rpartition(".")[2]
+        subsequence = int(number) % N if "." in unit and number.isdecimal() else 0
+        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else LOOKS.get(work, "others")
+        bars.append(Bar(stage, s.stream, look, subsequence, s.start_s, s.end_s))
     return bars
 
 
@@ -57,15 +57,15 @@ def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
     return runs
 
 
-def colour_of(bar: Bar, shades: Sequence[Any]) -> Any:
-    """A bar's colour. `shades`: RGB of each subsequence."""
+def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:
+    """A bar's colour. `shades`: of each subsequence."""
     if bar.look in ("stall", "others"):
         return RED if bar.look == "stall" else GREY
     shade = shades[bar.subsequence]
     return tuple(1 - 0.45 * (1 - c) for c in shade) if bar.look == "forward" else shade
 
 
-def draw_messages(ax: Axes, stages: Sequence[Sequence[Span]]) -> None:
+def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
     """A thin line for each message, from when it is sent to when it is there."""
     lines = []
     for k, (here, there) in enumerate(pairwise(stages)):
@@ -78,23 +78,19 @@ def draw_messages(ax: Axes, stages: Sequence[Sequence[Span]]) -> None:
     ax.add_collection(LineCollection(lines, colors=LINE, linewidths=0.5, zorder=3))
 
 
-def draw_bars(ax: Axes, bars: Sequence[Bar], shades: Sequence[Any]) -> None:
+def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
     """All rectangles, those of a look and colour as one collection."""
-    from matplotlib.collections import PolyCollection
     alike = defaultdict[tuple, list](list)
     for bar in bars:
         low, height = ROWS[bar.row]
-        low -= bar.stage
-        top, left, right = low + height, bar.start_s, bar.end_s
-        corners = [(left, low), (right, low), (right, top), (left, top)]
-        alike[colour_of(bar, shades), "////" if bar.look == "recompute" else None].append(corners)
-    for (colour, hatch), corners in alike.items():
+        box = bar.start_s, bar.end_s, low - bar.stage, low - bar.stage + height
+        alike[colour_of(bar, shades), "////" if bar.look == "recompute" else None].append(box)
+    for (colour, hatch), boxes in alike.items():
         edge = "white" if hatch else colour  # a hatch has the colour of the edge
-        ax.add_collection(PolyCollection(corners, facecolors=[colour], edgecolors=[edge], hatch=hatch,
-                                         linewidths=0.2))
+        draw_boxes(ax, boxes, facecolors=[colour], edgecolors=[edge], hatch=hatch, linewidths=0.2)
 
 
-def draw_numbers(ax: Axes, bars: Sequence[Bar], length: float, N: int) -> None:
+def draw_numbers(ax: Drawn, bars: Sequence[Bar], length: float, N: int) -> None:
     """The subsequences' numbers, where there is room."""
     for run in without_pauses(bars):
         number, width = str(run.subsequence), run.end_s - run.start_s
@@ -105,12 +101,8 @@ def draw_numbers(ax: Axes, bars: Sequence[Bar], length: float, N: int) -> None:
                     fontsize=8, color="white" if dark else "black")
 
 
-def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Any) -> dict[str, Any]:
+def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Colour) -> dict[str, Drawn]:
     """{name: the handle of what looks like that}. `looks`: those that there are."""
-    plt = pyplot()
-
-    def patch(colour: Any, **how: Any) -> Any:
-        return plt.Rectangle((0, 0), 1, 1, **dict(fc=colour, ec=colour) | how)
     stall = sum(map(stall_s, stages)) / len(stages)
     bubble = max(map(length_s, stages)) - sum(map(busy_s, stages)) / len(stages)
     share = bubble / (max(map(length_s, stages)) - bubble - stall)
@@ -121,34 +113,32 @@ def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Any) -> 
     handles["embedding, head"] = patch(GREY)
     if "stall" in looks:
         handles[f"stall, {stall:.3g} s a stage"] = patch(RED)
-    return handles | {"message": plt.Line2D([], [], color=LINE, lw=0.8)}
+    return handles | {"message": pyplot().Line2D([], [], color=LINE, lw=0.8)}
 
 
 def pipeline(stages: Sequence[Sequence[Span]], N: int, png_path: str | Path, title: str) -> None:
     """Draw a PNG of the spans of all stages, on one clock: for each stage what it computes, coloured by which
     of the N subsequences that is, and below that its copies to the host and back. What is white in the upper
     row is the bubble: nothing to compute yet, or no more."""
-    plt = pyplot()
     bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans, N)]
     looks = {bar.look for bar in bars}
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
-    shades = [tuple(c[:3]) for c in plt.get_cmap("viridis")([i / max(1, N - 1) * 0.9 for i in range(N)])]
-    fig, ax = plt.subplots(figsize=(12, 1.6 + 0.9 * len(stages)), dpi=130, layout="constrained")
-    draw_bars(ax, bars, shades)
-    low, height = ROWS["compute"]
-    for k in range(len(stages)):
-        ax.add_patch(plt.Rectangle((start, low - k), end - start, height, fill=False, ec=GREY, lw=0.6))
-    draw_numbers(ax, bars, end - start, N)
-    draw_messages(ax, stages)
-    handles = legend_of(stages, looks, shades[N // 2])
-    ax.legend(handles.values(), handles, ncols=len(handles), frameon=False, fontsize=8, loc="upper center",
-              bbox_to_anchor=(0.5, -0.4 / (0.9 * len(stages))))
+    viridis = pyplot().get_cmap("viridis")
+    shades = [viridis(i / max(1, N - 1) * 0.9)[:3] for i in range(N)]
     rows = ROWS if "copy" in looks else ["compute"]
-    ticks = {sum(ROWS[row]) - ROWS[row][1] / 2 - k: f"stage {k}" if row == "compute" else row
-             for k in range(len(stages)) for row in rows}
-    ax.set_yticks(list(ticks), ticks.values())
-    for label in ax.get_yticklabels():
-        label.set_fontsize(10 if label.get_text().startswith("stage") else 7)
-    ax.set(xlim=(start, end), ylim=(-len(stages), 0.05), xlabel="seconds", title=title.replace("$", r"\$"))
-    ax.spines[["top", "right"]].set_visible(False)
-    store(fig, png_path)
+    low, height = ROWS["compute"]
+    with picture(png_path, figsize=(12, 1.6 + 0.9 * len(stages))) as (_, ax):
+        draw_bars(ax, bars, shades)
+        frames = [(start, end, low - k, low - k + height) for k in range(len(stages))]
+        draw_boxes(ax, frames, facecolors="none", edgecolors=GREY, linewidths=0.6)
+        draw_numbers(ax, bars, end - start, N)
+        draw_messages(ax, stages)
+        handles = legend_of(stages, looks, shades[N // 2])
+        ax.legend(handles.values(), handles, ncols=len(handles), fontsize=8, loc="upper center",
+                  bbox_to_anchor=(0.5, -0.4 / (0.9 * len(stages))))
+        ticks = {sum(ROWS[row]) - ROWS[row][1] / 2 - k: f"stage {k}" if row == "compute" else row
+                 for k in range(len(stages)) for row in rows}
+        ax.set_yticks(list(ticks), ticks.values())
+        for label in ax.get_yticklabels():
+            label.set_fontsize(10 if label.get_text().startswith("stage") else 7)
+        ax.set(xlim=(start, end), ylim=(-len(stages), 0.05), xlabel="seconds", title=title)

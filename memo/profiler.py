@@ -10,9 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 from memo.schedule.step import Unit
 
 
@@ -22,12 +21,11 @@ def read_argv(argv: list[str]) -> Namespace:
                        "with all its ranks at once.")
     parser.add_argument("--calibrate", action="store_true", required=True,
                         help="takes a minute or two, and stores it")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch
@@ -164,7 +162,7 @@ def measured_states(model: Model) -> StateSeconds:
     assert isinstance(optimizer, Optimizer)
     embedding, layer, *_, head = (end - start for start, end in model.buckets)
 
-    def seconds(move: Callable, *args: Any) -> float:
+    def seconds(move: Callable, *args: object) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
     def leave(k: int) -> None:
         optimizer.start_sum(k).wait()
@@ -197,10 +195,7 @@ def main(argv: list[str]) -> None:
     device, dtype = pick_device(Config(device=args.device, dtype=args.dtype), launch.local_rank)
     if launch.rank == 0:
         calibration_path(launch.world)  # an error now rather than after the measuring
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    launch.take(device)
     with connected(launch) as host:
         mesh = open_mesh(host, 1, host.size, device)
         measured = calibrate(mesh.weights, host, device, dtype, launch.local_world)

@@ -1,5 +1,4 @@
-"""What a run tells: its first and last lines, each step, plan.json, pictures. `run` is a
-run.Run everywhere."""
+"""What a run tells: its first and last lines, each step, plan.json, pictures."""
 
 import math
 import os
@@ -11,6 +10,8 @@ from pathlib import Path
 from secrets import token_hex
 from statistics import median
 
+from tqdm import tqdm
+
 from memo import memory
 from memo.command import python
 from memo.config import KEYS, MODEL_KEYS
@@ -19,7 +20,7 @@ from memo.files import save_bytes, save_json
 from memo.formulas import flops_per_sample, parameters
 from memo.huggingface import OWN, save_own_files
 from memo.layer import n_rows
-from memo.loggers import JsonlLogger, StepStats, read_metrics, say
+from memo.loggers import JsonlLogger, StepStats, read_metrics
 from memo.manifest import CHECKPOINT
 from memo.origin import differences
 from memo.out_dir import is_locked, lock, rescues
@@ -43,12 +44,11 @@ def print_first_lines(run: Run) -> None:
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
-    stored = run.stored
     why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
     was = run.ckpt.config if run.ckpt else {}
     if run.ckpt and run.ckpt.iter == 0:  # from memo.convert: nobody has chosen how to train
         was = {name: was.get(name) for name in MODEL_KEYS}
-    changed = differences(was | was.get("origin", {}), {k: stored[k] for k in KEYS} | run.origin)
+    changed = differences(was | was.get("origin", {}), {k: run.stored[k] for k in KEYS} | run.origin)
     print(f"model       L={cfg.n_layer} C={cfg.n_embd} H={cfg.n_head} V={cfg.vocab_size} S={cfg.block_size} "
           f"position={cfg.position}: {parameters(cfg) / 1e6:.1f}M parameters\n"
           f"data        {run.data.folder.name}: {train_tokens:,} tokens for training, {tokens:,} in a step, "
@@ -71,11 +71,8 @@ def title(run: Run) -> str:
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
 
-# --- a step ---
-
 def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
-    """Tells all that is told of a step. No failure ends the run. `replanned`: whether the memory
-    plan is new."""
+    """Tells all of a step; no failure ends the run. `replanned`: whether the memory plan is new."""
     cfg, it = run.cfg, stats.iter
     drawn = it == min(run.first + 2, cfg.max_iters - 1)  # the third step of this process
     stage_spans = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
@@ -135,18 +132,17 @@ def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
     path = run.out / name
     if run.attempt(name, work, path) and path not in run.drawn:
         run.drawn.add(path)
-        say(f"picture     {path}")
+        tqdm.write(f"picture     {path}")  # above a progress bar
+        sys.stdout.flush()
 
 
 def draw_loss(run: Run) -> None:
-    def work(path: Path) -> None:
-        loss_curve(read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size)
-    draw_picture(run, "loss.png", work)
+    draw_picture(run, "loss.png", lambda path: loss_curve(
+        read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size))
 
 
 def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
-    """The timeline and the memory plan of step `it`, and of several stages their pipeline. `stage_spans`:
-    the spans of each, none where there is one."""
+    """Draws the timeline and memory plan of step `it`, and the pipeline of several stages' `stage_spans`."""
     name = f"step {it}, {title(run)}"
     draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
                                                             name + ", stage 0" * bool(stage_spans)))
@@ -158,8 +154,6 @@ def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: in
         draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))
 
 
-# --- the end ---
-
 def go_on_with(run: Run, folder: Path) -> str:
     """The command that resumes from `folder`."""
     world = run.mesh.host.size
@@ -169,8 +163,7 @@ def go_on_with(run: Run, folder: Path) -> str:
 
 
 def sample_with(run: Run) -> str | None:
-    """The command that generates from the run's checkpoint, with a prompt from its own data; None where the
-    data has no words, or no tokenizer."""
+    """The command that generates from the checkpoint, with a prompt of the data; None without words there."""
     if not (run.out / "tokenizer.json").exists():
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size

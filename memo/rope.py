@@ -9,12 +9,12 @@ one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from memo.errors import ConfigError
+from memo.keys import Value
 
 # {rope_type: {what it needs and may have: default, or None where it must be given}}
-SCALINGS: dict[str, dict[str, Any]] = {
+SCALINGS: dict[str, dict[str, float | None]] = {
     "linear": dict(factor=None),
     "llama3": dict(factor=None, low_freq_factor=None, high_freq_factor=None,
                    original_max_position_embeddings=None),
@@ -27,7 +27,7 @@ EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
           '"original_max_position_embeddings": 8192}\'')
 
 
-def parse_scaling(text: str) -> dict[str, Any]:
+def parse_scaling(text: str) -> dict[str, Value]:
     """The value of the key rope_scaling, JSON, with every default filled in; {} where it is empty. Errors:
     ConfigError."""
     if not text:
@@ -41,7 +41,7 @@ def parse_scaling(text: str) -> dict[str, Any]:
     return checked_scaling(given, "rope_scaling")
 
 
-def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
     """`given` with every default filled in; {} where it scales nothing. Errors: ConfigError."""
     given = {k: v for k, v in given.items() if v is not None}
     kind = given.pop("rope_type", None) or given.pop("type", "default")
@@ -77,7 +77,7 @@ def checked_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return made
 
 
-def scaled(D: int, theta: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
+def scaled(D: int, theta: float, scaling: Mapping[str, Value]) -> tuple[list[float], float]:
     """([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies the rotated vectors)."""
     pairs = range(D // 2)
     match scaling.get("rope_type"):
@@ -90,7 +90,7 @@ def scaled(D: int, theta: float, scaling: Mapping[str, Any]) -> tuple[list[float
     return yarn_multipliers(D, theta, scaling), attention_factor(scaling)
 
 
-def llama3_multiplier(frequency: float, scaling: Mapping[str, Any]) -> float:
+def llama3_multiplier(frequency: float, scaling: Mapping[str, Value]) -> float:
     """Slow pairs are slowed by `factor`, fast ones stay, those between get a part of each."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -98,7 +98,7 @@ def llama3_multiplier(frequency: float, scaling: Mapping[str, Any]) -> float:
     return kept + (1 - kept) / scaling["factor"]
 
 
-def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[float]:
+def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Value]) -> list[float]:
     """Pairs that turn more than beta_fast times in the original length stay, those that turn less than
     beta_slow times are slowed by `factor`, those between get a part of each, by their number j."""
     def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
@@ -113,7 +113,7 @@ def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Any]) -> list[f
     return [1 - part + part / scaling["factor"] for part in slowed]
 
 
-def attention_factor(scaling: Mapping[str, Any]) -> float:
+def attention_factor(scaling: Mapping[str, Value]) -> float:
     """What multiplies rotated queries and keys: attention over more tokens wants a sharper softmax."""
     def sharper(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0

@@ -7,7 +7,7 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 from shutil import rmtree
-from typing import IO, Any
+from typing import IO
 from uuid import uuid4
 
 import torch
@@ -29,6 +29,7 @@ from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import load_json, own_folder, read_text
 from memo.huggingface import CONFIG, OWN, own_files
+from memo.keys import Keys
 from memo.launch import Launch, run_name, same_everywhere, together
 from memo.layout import check_streams, stage_of
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
@@ -37,7 +38,7 @@ from memo.ops import resolve_ops
 from memo.optim import Optimizer
 from memo.origin import code, differences
 from memo.out_dir import LOCK, check_shared, is_locked, lock
-from memo.parallel.axis import Axis
+from memo.parallel.axis import Axis, T
 from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
@@ -151,8 +152,9 @@ def check_room(found: Checked, launch: Launch, why: str = "") -> Checked:
 def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
     Errors: ConfigError."""
-    one, why = host.objects(together(
-        host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
+    choice = host.objects(together(host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
+    assert choice is not None  # rank 0's
+    one, why = choice
     numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     before = choice_before(found.ckpt)
@@ -164,7 +166,7 @@ def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     return together(host, check_room, found, launch, why)
 
 
-def choice_before(ckpt: checkpoint.Checkpoint | None) -> dict[str, Any]:
+def choice_before(ckpt: checkpoint.Checkpoint | None) -> Keys:
     """The keys of a checkpoint; "asked" is among them where some were chosen. The key `states` is younger
     than others: without it these were on the device, and nothing else was asked for."""
     stored = dict(ckpt.config) if ckpt else {}
@@ -213,14 +215,6 @@ def choice_of(found: Checked, launch: Launch) -> Choice:
     return got.decided, got.chosen
 
 
-def take_device(launch: Launch, device: torch.device) -> None:
-    """Gives this rank its threads and its GPU."""
-    if launch.threads:
-        torch.set_num_threads(launch.threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
     """Find the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
@@ -236,22 +230,22 @@ def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Pa
     return host.objects(found)[0]
 
 
-def check_ranks(host: Axis, check: Callable) -> tuple[Any, dict[Path, str]]:
+def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
     """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
     passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 
-    def attempt() -> tuple[Checked | None, tuple[Path, str] | None]:
+    def attempt() -> tuple[T | None, tuple[Path, str] | None]:
         try:
             return check(passed_over), None
         except Damaged as e:
             return None, (e.folder, str(e))
     while True:
         found, damaged = together(host, attempt)
-        damaged = [d for d in host.objects(damaged) if d]
-        if not damaged:
+        everywhere = [d for d in host.objects(damaged) if d]
+        if found is not None and not everywhere:
             return found, passed_over
-        passed_over |= dict(damaged[:1])
+        passed_over |= dict(everywhere[:1])
 
 
 def set_aside(passed_over: dict[Path, str]) -> None:
@@ -293,7 +287,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
                          if found.speaks else None)
     together(host, check_shared, found.out, owner)
-    take_device(launch, device)
+    launch.take(device)
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]

@@ -1,20 +1,23 @@
 """What a run holds: what is known before the device is touched (Checked), and what it trains with (Run)."""
 
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from memo.batch import Data
 from memo.checkpoint import Checkpoint, Saver
 from memo.config import Config, as_keys
-from memo.console import Attempts
 from memo.decide import Decision
+from memo.errors import reason
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.files import plain_name
+from memo.keys import Keys
 from memo.optim import Optimizer
 from memo.parallel.mesh import Mesh
 from memo.protocols import Model
@@ -34,11 +37,11 @@ class Checked:
     speaks: bool  # whether this rank prints, logs and draws: rank 0
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
-    kernels: dict[str, Any]  # keys that name those of the run
-    origin: dict[str, Any]  # see memo/origin.py
+    kernels: Keys  # keys that name those of the run
+    origin: dict[str, object]  # see memo/origin.py
     host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
     expected: Estimate | None = None
-    asked: dict[str, Any] = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
+    asked: Keys = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
 
@@ -64,17 +67,30 @@ class Run(Checked):
     own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
     slowest_s: float = 0.0  # of the steps so far
-    attempt: Attempts = field(default_factory=Attempts)
+    told: set[str] = field(default_factory=set)  # attempt()'s warnings
     drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
 
     @property
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Keys:
         """The keys of config.json and of checkpoints."""
         wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
         about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,
                      wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],
                      gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
         return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
+
+    def attempt(self, what: str, work: Callable[..., object], *args: object) -> bool:
+        """Calls work(*args), which is not worth a run, as a picture -> whether it succeeded. A failure is a
+        warning, once a reason. `what`: its name there."""
+        try:
+            work(*args)
+            return True
+        except Exception as e:
+            line = f"warning: {what} failed ({type(e).__name__}: {reason(e)}); training goes on"
+            if line not in self.told:
+                self.told.add(line)
+                print(line, file=sys.stderr)
+            return False
 
     def close(self) -> None:
         """Waits for the save under way, and gives back streams, memory and groups."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
-from memo.command import Arguments, answer_early, end_with_reader, run
+from memo.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -23,16 +23,16 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--parse_special", bool, help="special tokens in the prompt are special, or ordinary text; "
                   "by default as in the run's dataset")
     parser.option("--seed", int, 1337, "of what is drawn", least=0, below=2**63, why="seeds have 63 bits")
-    parser.device_options()
+    parser.keys("device", "dtype")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(read_argv)
 
 import torch
 from tokenizers import Tokenizer
+from torch.nn.functional import scaled_dot_product_attention
 
 from memo import checkpoint
 from memo.attention import Attention
@@ -49,19 +49,14 @@ from model import GPT
 
 def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                       scale: float) -> tuple[torch.Tensor, None]:
-    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D), in fp32, head of keys by
-    head; no logsumexp. Not every kernel takes a single query."""
-    out = torch.empty_like(q)
-    heads = q[0, 0].unflatten(0, (k.shape[2], -1))  # (Hkv, those that share keys, D)
-    for i, (q_, k_, v_) in enumerate(zip(heads, k[0].unbind(1), v[0].unbind(1), strict=True)):
-        p = torch.softmax(q_.float() @ k_.float().t() * scale, 1)
-        out[0, 0].unflatten(0, (k.shape[2], -1))[i] = p @ v_.float()
-    return out, None
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D); no logsumexp. Not every
+    kernel takes a single query."""
+    heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
+    out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    return out.reshape(q.shape), None
 
 
 ONE_QUERY = Attention("one query", one_query_forward, None)
-
-
 Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
 
 
@@ -135,10 +130,9 @@ def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -
     """The model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
-        alone = dict(tp=1, cp=1, pp=1, msp=False, states="device", tensor_parallel="megatron",
-                     head_groups="auto")
-        cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", matmul="bf16",
-                            **alone)
+        cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", matmul="bf16", tp=1,
+                            cp=1, pp=1, msp=False, states="device", tensor_parallel="megatron",
+                            head_groups="auto")
         where = pick_device(cfg)
         model = GPT(with_place(cfg, *where), *where, grads=False)
         checkpoint.restore(ckpt, model)

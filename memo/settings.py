@@ -1,7 +1,8 @@
 """The keys of a configuration, and what follows from them alone. Config (memo/config.py) has them."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 from memo.keys import key
 from memo.msp import Shares
@@ -9,10 +10,9 @@ from memo.msp import Shares
 FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the kernels of a GPU
 
 # Bounds that several keys share. They are generous: a value beyond them is a typing error, or fails later
-STEPS: dict[str, Any] = dict(most=10**12, why="at a millisecond each these take 31 years")
-RATE: dict[str, Any] = dict(least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
-LAYER_WIDTH: dict[str, Any] = dict(least=1, most=2**20,
-                                   why="a single layer of that width has 13e12 parameters")
+steps_key = partial(key, most=10**12, why="at a millisecond each these take 31 years")
+rate_key = partial(key, least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
+width_key = partial(key, least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
 
 
 def inner_width(n_inner: int, C: int, mlp: str) -> int:
@@ -30,16 +30,16 @@ class Settings:
                        section="model: these belong to a checkpoint and cannot change under it", least=1,
                        most=2000,
                        why="the deepest models known have 1,000, and each layer is planned by itself")
-    n_head: int = key(4, "H, attention heads", **LAYER_WIDTH)
-    n_embd: int = key(256, "C, hidden size", **LAYER_WIDTH)
+    n_head: int = width_key(4, "H, attention heads")
+    n_embd: int = width_key(256, "C, hidden size")
     block_size: int = key(4096, "S, tokens in a sequence", least=1, most=2**31,
                           why="rows are counted in 32 bits")
     vocab_size: int = key(0, "V, vocabulary; 0 takes the dataset's", least=0, most=2**32,
                           why="a dataset's tokens have at most 32 bits")
-    n_kv_head: int = key(0, "Hkv, heads of keys and values; 0 means n_head", **LAYER_WIDTH | dict(least=0))
-    head_dim: int = key(0, "D, elements of a head; 0 means n_embd/n_head", **LAYER_WIDTH | dict(least=0))
-    n_inner: int = key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up to a "
-                       "multiple of 256", **LAYER_WIDTH | dict(least=0))
+    n_kv_head: int = width_key(0, "Hkv, heads of keys and values; 0 means n_head", least=0)
+    head_dim: int = width_key(0, "D, elements of a head; 0 means n_embd/n_head", least=0)
+    n_inner: int = width_key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up "
+                             "to a multiple of 256", least=0)
     norm: str = key("layernorm", "norm before each half of a layer and before the head",
                     choices=("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "added to the mean square before its root is taken", least=0.0, most=1.0,
@@ -112,13 +112,12 @@ class Settings:
     solver: str = key("auto", "the memory plan's solver",
                       choices=("auto", "greedy", "mip", "cpsat", "gurobi"))
 
-    max_iters: int = key(1000, "steps in the whole run", section="optimizer", least=1, **STEPS)
-    learning_rate: float = key(1e-3, "highest learning rate", **RATE)
-    min_lr: float = key(1e-4, "learning rate at the end of the decay", **RATE)
-    warmup_iters: int = key(20, "steps of linear warmup; lowered where a shorter decay is given after it",
-                            least=0, **STEPS)
-    lr_decay_iters: int = key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0,
-                              **STEPS)
+    max_iters: int = steps_key(1000, "steps in the whole run", section="optimizer", least=1)
+    learning_rate: float = rate_key(1e-3, "highest learning rate")
+    min_lr: float = rate_key(1e-4, "learning rate at the end of the decay")
+    warmup_iters: int = steps_key(20, "steps of linear warmup; lowered where a shorter decay is given after "
+                                  "it", least=0)
+    lr_decay_iters: int = steps_key(0, "step at which the cosine reaches min_lr; 0 means max_iters", least=0)
     weight_decay: float = key(0.1, "decoupled weight decay, on matrices only", least=0.0, most=1000.0,
                               why="a step multiplies matrices by 1 - learning_rate*weight_decay")
     beta1: float = key(0.9, "AdamW's first moment", least=0.0, below=1.0, why="a moment of 1 never changes")
@@ -136,10 +135,10 @@ class Settings:
 
     out_dir: str = key("out", "where checkpoints, metrics and pictures go", section="the run", least=1)
     init_from: str = key("scratch", "scratch | resume | hf:<folder of a Hugging Face model>")
-    eval_interval: int = key(100, "steps between evaluations; 0 never evaluates", least=0, **STEPS)
-    eval_iters: int = key(8, "batches in an evaluation", least=1, **STEPS)
-    log_interval: int = key(1, "steps between lines of metrics.jsonl", least=1, **STEPS)
-    save_interval: int = key(100, "steps between checkpoints; 0 saves at the end only", least=0, **STEPS)
+    eval_interval: int = steps_key(100, "steps between evaluations; 0 never evaluates", least=0)
+    eval_iters: int = steps_key(8, "batches in an evaluation", least=1)
+    log_interval: int = steps_key(1, "steps between lines of metrics.jsonl", least=1)
+    save_interval: int = steps_key(100, "steps between checkpoints; 0 saves at the end only", least=0)
     keep_checkpoints: int = key(2, "newest checkpoints to keep, in case one is damaged; one more until a "
                                 "finite step has followed the newest", least=1, most=10**6,
                                 why="the folder of all is listed at each save")

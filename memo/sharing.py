@@ -15,7 +15,7 @@ from memo.estimate.regions import lane_bytes
 from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
-from memo.layer import n_rows, tensors_of
+from memo.layer import tensors_of
 from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, helpers, shares_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
@@ -96,7 +96,7 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved],
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
         return lambda moved, piece, back: 0.0
-    sizes = SharedBytes(placed(cfg, 2, n_rows(cfg)), tensors_of(cfg, home.itemsize), lanes.numel)
+    sizes = SharedBytes(placed(cfg, 2), tensors_of(cfg, home.itemsize), lanes.numel)
 
     def seconds(moved: Sequence[Moved], piece: Help, back: bool) -> float:
         unit = Unit(0, piece.subsequence)
@@ -109,8 +109,8 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved],
 def kept(facts: StageFacts, shares: Shares) -> Placement:
     """Of a stage that keeps all activations: what is left are its computing and its messages."""
     cfg = replace(facts.cfg, shares=shares)
-    p = placed(cfg, 1, n_rows(cfg))
-    return placed(cfg, p.n_units, n_rows(cfg))
+    p = placed(cfg, 1)
+    return placed(cfg, p.n_units)
 
 
 def decided_shares(stages: Sequence[StageFacts]) -> Shares:
@@ -175,7 +175,7 @@ def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
 def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
-    p = placed(cfg, 1, n_rows(cfg))
+    p = placed(cfg, 1)
     taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).values())
     if not facts.room.cpu:
         taken += lane_bytes(p)

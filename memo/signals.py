@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 # that the kernel sends again and again once a limit or a timer is up
 TIMED = (signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
@@ -19,7 +18,7 @@ HEAR_S = 3
 SAME_S = 1.0  # signals within so many seconds are one request: a terminal and torchrun both send SIGINT
 
 # as signal.signal() takes it, SIG_DFL is an int; None: C code's
-Handler = Callable[[int, FrameType | None], Any] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Interrupted(BaseException):

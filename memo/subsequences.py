@@ -9,11 +9,8 @@ from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 from memo.formulas import layer_forward_terms
-from memo.layer import keys_dealt
-from memo.msp import guests_of, lent_by
 from memo.settings import Settings
 
 ALIGNED = 128  # multiples of what the layout needs
@@ -54,17 +51,10 @@ def slice_lengths(cfg: Settings, S: int | None = None) -> list[tuple[int, ...]]:
     return [tuple(end - first for first, end in pairwise(sorted({0} | here))) for here in ends]
 
 
-def unit_rows(cfg: Settings, B: int, T: int) -> dict[str, Any]:
-    """The subsequences of B sequences of which a rank of cp holds T tokens each, as a Placement takes them:
-    `cuts`, a rank's own rows of each, none where there is one subsequence; `order`; of a stage of several
-    whether it `receives` and `sends`, its `guests`, and what it has `lent`; `layers_come`, `edges_come`;
-    `dealt`."""
-    lengths = subsequence_lengths(cfg, T * cfg.cp)
-    rows = tuple(B * n // (cfg.cp * cfg.tp) for n in lengths)
-    return dict(cuts=rows if len(rows) > 1 else (), order="layer" if cfg.by_layer else "subsequence",
-                receives=not cfg.has_embedding, sends=not cfg.has_head,
-                guests=guests_of(cfg.shares, cfg.stage), lent=lent_by(cfg.shares, cfg.stage),
-                layers_come=cfg.layers_come, edges_come=cfg.edges_come, dealt=keys_dealt(cfg))
+def unit_rows(cfg: Settings, B: int, T: int) -> tuple[int, ...]:
+    """Counts a rank's own rows of each subsequence, of B sequences of which a rank of cp holds T tokens
+    each."""
+    return tuple(B * n // (cfg.cp * cfg.tp) for n in subsequence_lengths(cfg, T * cfg.cp))
 
 
 @lru_cache(512)  # configs that differ in other keys alone have the same

@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -125,7 +124,7 @@ def installed() -> Package:
             raise Unusable(f"{label} has another {name}, which {why}; {remedy}")
         found[name] = function
 
-    def float8(q: torch.Tensor, scale: torch.Tensor) -> Any:
+    def float8(q: torch.Tensor, scale: torch.Tensor) -> object:
         return tensors.Float8Tensor(shape=q.shape, dtype=torch.bfloat16, data=q.view(torch.uint8),
                                     fp8_scale_inv=scale.view(1), fp8_dtype=constants.TE_DType[q.dtype])
     return Package(**found, dtype=constants.TE_DType, float8=float8, label=label)
@@ -142,13 +141,13 @@ def lacking() -> str:
 
 # --- in its place on "meta": what it requests ---
 
-def meta_norm_forward(x: torch.Tensor, *_: Any, statistics: int) -> list:
+def meta_norm_forward(x: torch.Tensor, *_: object, statistics: int) -> list:
     kept = [x.new_empty(len(x), dtype=torch.float32) for _ in range(statistics)]
     x.new_empty(1, dtype=torch.uint8)
     return [None, *([None] * (2 - statistics)), *kept]
 
 
-def meta_norm_backward(dy: torch.Tensor, x: torch.Tensor, *statistics_w: Any) -> list:
+def meta_norm_backward(dy: torch.Tensor, x: torch.Tensor, *statistics_w: torch.Tensor) -> list:
     *statistics, w, _, _ = statistics_w
     made = [torch.empty_like(x), *(torch.empty_like(w) for _ in statistics)]
     w.new_empty(len(statistics), NORM_PARTS, len(w), dtype=torch.float32)

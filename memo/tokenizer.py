@@ -13,21 +13,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from memo import files
 from memo.errors import ConfigError, reason
-from memo.files import (
-    MOST_JSON_CHARS,
-    TRIAL_BYTES,
-    TRIAL_S,
-    command_of,
-    limit_process,
-    load_json,
-    parse_json,
-    read_text,
-)
+from memo.files import TRIAL_BYTES, TRIAL_S, Json, JsonObject, load_json, parse_json, read_text
 
 # of a document, where nothing says what ends it: the one of these that is a special token
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
@@ -54,8 +46,7 @@ class OtherForm(ConfigError):
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Meanwhile there is no stderr: on errors that it did not foresee, the library prints more
-    than it raises."""
+    """Meanwhile there is no stderr: of some errors the library prints more than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -75,8 +66,7 @@ def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
 
 
 def growth(part: object) -> int:
-    """How many times as long these parts of a tokenizer.json may make a text, one after the other; or more
-    than MOST_GROWTH."""
+    """How many times as long these parts of a tokenizer.json may make a text, up to 1 + MOST_GROWTH."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     times = 1
     if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
@@ -103,13 +93,13 @@ def tokenizer_of(text: str) -> Tokenizer:
     return Tokenizer.from_str(text)
 
 
-def said_in(folder: Path, *names: str) -> dict[str, Any]:
+def said_in(folder: Path, *names: str) -> JsonObject:
     """The fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
-    files = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
-    return {key: value for file in files for key, value in file.items() if value is not None}
+    said = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
+    return {key: value for file in said for key, value in file.items() if value is not None}
 
 
-def content(token: Any) -> str | None:
+def content(token: Json) -> str | None:
     """The text of a token in these files: a text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
@@ -120,7 +110,7 @@ def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
     by id. Errors: ConfigError; Exception: they are not as transformers writes them."""
     said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
     special = {content(t) for t in (*map(said.get, NAMES), *said.get("additional_special_tokens", ()))}
-    told: dict[Any, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
+    told: dict[str | None, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
     told |= {text: (int(i), {}) for text, i in said_in(folder, "added_tokens.json").items()}
     told |= {content(row): (int(i), row) for i, row in said.get("added_tokens_decoder", {}).items()}
     for text, (i, row) in sorted(told.items(), key=lambda item: (item[1][0], item[0])):
@@ -134,8 +124,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def gpt2_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of GPT-2's vocab.json and merges.txt. Errors: OtherForm: they are of another class, which
-    cuts texts otherwise; Exception."""
+    """Reads GPT-2's vocab.json and merges.txt. Errors: OtherForm: another class cuts texts otherwise."""
     said = said_in(folder, TOKENIZER_CONFIG)
     kind = said.get("tokenizer_class") or said_in(folder, "config.json").get("model_type", "gpt2")
     if kind not in ("gpt2", "GPT2Tokenizer", "GPT2TokenizerFast"):
@@ -177,7 +166,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 def try_out(path: str) -> None:
     """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends."""
-    limit_process(0)
+    files.limit_process(0)
     try:
         read_tokenizer(Path(path))
     except MemoryError:
@@ -188,7 +177,7 @@ def try_out(path: str) -> None:
 
 def check_work(path: Path) -> None:
     """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
-    done = subprocess.run(command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
+    done = subprocess.run(files.command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
         raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
@@ -197,7 +186,7 @@ def check_work(path: Path) -> None:
         raise ValueError(f"the process that tries it out ends with {done.stderr.strip().splitlines()[-1:]}")
 
 
-def raise_config_error(e: BaseException, what: str) -> NoReturn:
+def refuse(e: BaseException, what: str) -> NoReturn:
     """Raise a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
     if isinstance(e, ConfigError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
         raise e  # a signal, say
@@ -213,7 +202,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
             return read_tokenizer(Path(path))
     except BaseException as e:
         file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
-        raise_config_error(e, f"tokenizer={file} cannot be read")
+        refuse(e, f"tokenizer={file} cannot be read")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -232,7 +221,7 @@ def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) ->
     try:
         return tokenizer.encode(text, add_special_tokens=False).ids
     except BaseException as e:
-        raise_config_error(e, f"the tokenizer cannot encode {text[:30]!r}...")
+        refuse(e, f"the tokenizer cannot encode {text[:30]!r}...")
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
@@ -247,7 +236,7 @@ def check_vocab_size(tokenizer: Tokenizer, where: str | Path, vocab_size: int) -
                           f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
 
 
-def what_decides(tokenizer: Tokenizer) -> list[Any]:
+def what_decides(tokenizer: Tokenizer) -> list[Json]:
     """All that decides on the ids of a text: two tokenizers of which it is the same give the same ids."""
     def bare(part: dict) -> dict:  # without what says nothing
         return {k: v for k, v in part.items()
@@ -277,14 +266,12 @@ def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def chat_templates(folder: Path) -> str:
-    """The texts of the chat templates in `folder`. Errors: ConfigError: they cannot be read, or are too
-    long together."""
-    files = (said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json"))
-    parts = (*folder.glob("*.jinja"), *folder.glob("*/*.jinja"))
-    texts = [json.dumps([*files], ensure_ascii=False)]
-    for part in parts:
+    """The texts of the chat templates in `folder`. Errors: ConfigError: also where they are too long."""
+    said = [said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json")]
+    texts = [json.dumps(said, ensure_ascii=False)]
+    for part in (*folder.glob("*.jinja"), *folder.glob("*/*.jinja")):
         try:
-            texts.append(read_text(part, MOST_JSON_CHARS - sum(map(len, texts))))
+            texts.append(read_text(part, files.MOST_JSON_CHARS - sum(map(len, texts))))
         except (OSError, ValueError) as e:
             raise ConfigError(f"{part} cannot be read ({reason(e)}); mend or remove it") from None
     return "\n".join(texts)

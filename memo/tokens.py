@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
@@ -27,16 +26,9 @@ from tqdm import tqdm
 
 from memo.command import progress, python
 from memo.errors import ConfigError
-from memo.files import NEW, fingerprint, load_json, sync_folder
+from memo.files import NEW, JsonObject, fingerprint, load_json, sync_folder
 from memo.keys import check_value, option
-from memo.tokenizer import (
-    ENDS,
-    byte_level,
-    encode_text,
-    end_of_document,
-    raise_config_error,
-    tokenizer_vocab_size,
-)
+from memo.tokenizer import ENDS, byte_level, encode_text, end_of_document, refuse, tokenizer_vocab_size
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -46,8 +38,7 @@ PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to t
 # the time to train a tokenizer grows with the square of a word's length
 LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 # of a tokenizer that is trained here
-VOCAB_SIZE: dict[str, Any] = dict(least=257, most=2**20,
-                                  why="the trainer takes memory for each before it starts")
+VOCAB_SIZE: JsonObject = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")
 # read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
@@ -64,8 +55,7 @@ MayCut = Callable[[str, str, str], bool]
 # --- a tokenizer of one's own ---
 
 def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, <|endoftext|> among them. Errors: ConfigError:
-    vocab_size is out of bounds."""
+    """Train a byte-level BPE of at most `vocab_size` tokens, with <|endoftext|>. Errors: ConfigError."""
     check_value(option("vocab_size", int, **VOCAB_SIZE), vocab_size)
     tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[ENDS[0]],
@@ -146,7 +136,7 @@ def batches(documents: Iterable, may_cut: MayCut) -> Iterator[list[tuple[str, bo
     yield batch
 
 
-def pretokens(tokenizer: Tokenizer, text: str) -> list[Any]:
+def pretokens(tokenizer: Tokenizer, text: str) -> list[str]:
     """The words into which a tokenizer cuts a text before its model sees them."""
     text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     cutter = tokenizer.pre_tokenizer
@@ -173,7 +163,8 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
         texts = left + between + right, left, right
         whole, *sides = (encode_text(tokenizer, text, parse_special) for text in texts)
         if whole == sides[0] + sides[1] and isinstance(tokenizer.model, models.Unigram):
-            whole, *sides = (pretokens(tokenizer, text) for text in texts)  # its sums round over a word
+            words, left_words, right_words = (pretokens(tokenizer, text) for text in texts)
+            return words == left_words + right_words  # its sums round over a word
         return whole == sides[0] + sides[1]
     done, of = 0, f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
@@ -184,7 +175,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 found = finder.encode_batch_fast(texts)
             except BaseException as e:
-                raise_config_error(e, "the tokenizer cannot encode the source")
+                refuse(e, "the tokenizer cannot encode the source")
             for text, last, encoding, its in zip(texts, lasts, encodings, found, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 met.update(i in special for i in its.ids if i)
@@ -198,8 +189,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
 def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
                  dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes whole documents to train.bin or val.bin: every 20th to val.bin; of fewer than 20 the last one;
-    of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: a split has fewer
-    than two tokens."""
+    of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: it is too short."""
     counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
     start, done = 0, 0  # where train's last document starts; documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
@@ -226,8 +216,7 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
 
 
 def check_own(out_dir: Path) -> None:
-    """Check that a dataset may be written to `out_dir`: what has the names of its files there is a dataset's.
-    Errors: ConfigError."""
+    """Errors: ConfigError: what has the names of a dataset's files in `out_dir` is not a dataset's."""
     ours = False
     with suppress(ConfigError):
         ours = {"dtype", "vocab_size", "counts"} <= load_json(out_dir / "meta.json", "").keys()
@@ -240,12 +229,12 @@ def check_own(out_dir: Path) -> None:
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
-    """Writes the folder `out_dir` from documents as document_pieces() takes them, and returns its meta. Empty
-    documents are left out. `end`: the token that ends each, by default end_of_document()'s.
+    """Writes the folder `out_dir` from documents as document_pieces() takes them, but for empty ones -> its
+    meta. `end`: the token that ends each, by default end_of_document()'s.
 
     Whatever stops the writing, `out_dir` holds the dataset of before, or none; after a kill between two names
-    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there are
-    no documents, or the tokenizer has no end-of-document token.
+    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there is no text,
+    or no end token.
     """
     began = time.monotonic()
     out_dir = Path(out_dir)
@@ -254,8 +243,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     vocab_size = tokenizer_vocab_size(tokenizer)
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end = end or end_of_document(tokenizer)
-    end_id: Any = tokenizer.token_to_id(end)
-    met: Counter = Counter()
+    end_id, met = tokenizer.get_vocab()[end], Counter[bool]()
     print(f"each document ends with the token {end}, id {end_id}", flush=True)
     partial.mkdir(parents=True)
     try:

@@ -79,31 +79,28 @@ class Watch:
         return max(LEAST_S, STEPS * step_s) if run.cfg.stall_timeout == "auto" else run.cfg.stall_timeout
 
     def watch(self) -> None:
-        """Looks until the run is over, or until that fails, say for a device that is lost."""
-        try:
-            self.look()
-        except Exception as e:
-            warn(f"a hang would not be noticed any more ({type(e).__name__}: {reason(e)})")
-
-    def look(self) -> None:
-        """Looks until the run is over. It counts looks, not seconds: a process that is stopped has none."""
+        """Looks until the run is over, or until that fails, say for a device that is lost. It counts looks,
+        not seconds: a process that is stopped has none."""
         line: str | None = None
         caller, unanswered_s = ThreadPoolExecutor(1, "memo watch"), 0.0
         talk = caller.submit(lambda: line)
-        while limit_s := self.limit_s():
-            if self.over.wait(tick_s := min(15, limit_s / 50)):
-                return
-            record, silent_s = self.record(tick_s, limit_s), max(SILENT_S, limit_s / 4)
-            if talk.done():
-                line = None if talk.exception() else talk.result()  # without a store its rank is lost
-                talk, unanswered_s = caller.submit(self.talk, record, tick_s, silent_s), 0.0
-            elif (unanswered_s := unanswered_s + tick_s) > silent_s and record["still"] >= 1:
-                line = "rank 0, or its torchrun, does not answer: it is stopped, or its host is"
-            if line is not None and not self.over.is_set():
-                still_s = max(self.still_s.values())
-                leave(line and f"nothing has happened for {still_s:.0f} s: {line}; what is saved is whole; "
-                      "--stall_timeout gives other seconds, 0 none",
-                      tick_s + 1)  # until all ranks know: that others leave is no news then
+        try:
+            while limit_s := self.limit_s():
+                if self.over.wait(tick_s := min(15, limit_s / 50)):
+                    return
+                record, silent_s = self.record(tick_s, limit_s), max(SILENT_S, limit_s / 4)
+                if talk.done():
+                    line = None if talk.exception() else talk.result()  # without a store its rank is lost
+                    talk, unanswered_s = caller.submit(self.talk, record, tick_s, silent_s), 0.0
+                elif (unanswered_s := unanswered_s + tick_s) > silent_s and record["still"] >= 1:
+                    line = "rank 0, or its torchrun, does not answer: it is stopped, or its host is"
+                if line is not None and not self.over.is_set():
+                    still_s = max(self.still_s.values())
+                    leave(line and f"nothing has happened for {still_s:.0f} s: {line}; what is saved is whole"
+                          "; --stall_timeout gives other seconds, 0 none",
+                          tick_s + 1)  # until all ranks know: that others leave is no news then
+        except Exception as e:
+            warn(f"a hang would not be noticed any more ({type(e).__name__}: {reason(e)})")
 
     def record(self, tick_s: float, limit_s: float) -> dict:
         """Where this rank is. `still`: how long nothing has happened, in parts of what is allowed."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from memo.config import Config
 from memo.errors import ConfigError, elsewhere, reason
-from memo.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
+from memo.files import MOST_JSON_CHARS, JsonObject, load_json, open_file, plain_name, replacing, save_json
 from memo.flat import model_parameters
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 
@@ -43,8 +44,6 @@ def alike(w: Weight, mine: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Te
     return mine, stored
 
 
-# --- from Hugging Face ---
-
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file of safetensors, which is read part by part."""
@@ -53,12 +52,12 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    file: Any  # open: its header is parsed once
+    file: safe_open  # its header is parsed once
 
     def __str__(self) -> str:
         return f"{self.name:.200} in {self.path.name}"
 
-    def __getitem__(self, part: Any) -> torch.Tensor:
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
         with read_errors(self.path):
             return self.file.get_slice(self.name)[part]
 
@@ -73,8 +72,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Find the files of weights in `folder` -> {path: the tensors that an index takes from it, None: all}.
-    Errors: ConfigError."""
+    """Find the files of weights in `folder` -> {path: the tensors that an index takes from it, None: all}."""
     if (folder / WEIGHTS).exists():
         return {folder / WEIGHTS: None}
     if (folder / INDEX).exists():
@@ -103,10 +101,9 @@ def tensors_in(path: Path) -> list[Stored]:
         return [Stored(path, name, tuple(p.get_shape()), str(p.get_dtype()), file) for name, p in parts]
 
 
-def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
-    """{transformers' name without its prefix: Stored} of a folder with all weights of `cfg` and no others. Of
-    the files only the headers are read. Errors: ConfigError: a weight is missing, has another shape or kind,
-    or is not the model's."""
+def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
+    """{transformers' name without its prefix: Stored} of all weights in a folder; only headers are read.
+    Errors: ConfigError: one of `cfg` is missing, has another shape or kind, or is not the model's."""
     folder, kind = Path(folder), family_of(cfg)
     found: dict[str, Stored] = {}
     for path, indexed in weight_files(folder).items():
@@ -138,7 +135,7 @@ def stored_weights(folder: Path | str, cfg: Any) -> dict[str, Stored]:
     return found
 
 
-def check_tied_head(folder: Path | str, cfg: Any) -> None:
+def check_tied_head(folder: Path | str, cfg: Config) -> None:
     """Errors: ConfigError: a head that is tied to the embedding is in the files too, with other elements."""
     found = stored_weights(folder, cfg)
     if not cfg.tie_embeddings or HEAD not in found:
@@ -153,19 +150,18 @@ def check_tied_head(folder: Path | str, cfg: Any) -> None:
 
 
 class HfWeights:
-    """The weights of the model in `folder`, by memo's names, fp32. Of every parameter the part that a rank of
-    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights(); ConfigError:
-    there are NaN or infinities."""
+    """The weights of the model in `folder`, by memo's names, fp32: of every parameter the part that a rank of
+    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
 
-    def __init__(self, folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1):
+    def __init__(self, folder: Path | str, cfg: Config, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
         self.weights = {w.name: w for w in weights_of(cfg)}
         self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read memo's parameter `name`. Positions are cropped to block_size; rows that memo adds to the
-        vocabulary are zeros."""
+        """Read memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
+        vocabulary. Errors: ConfigError: there are NaN or infinities."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -183,7 +179,7 @@ class HfWeights:
         return part
 
 
-def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
+def hf_tensors(folder: Path | str, cfg: Config, rank: int = 0, ranks: int = 1
                ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (memo's name, tensor) of HfWeights, those of a stage, one after the other."""
     weights = HfWeights(folder, cfg, rank, ranks)
@@ -191,30 +187,24 @@ def hf_tensors(folder: Path | str, cfg: Any, rank: int = 0, ranks: int = 1
         yield name, weights.read(name)
 
 
-# --- to Hugging Face ---
-
-def hf_shapes(cfg: Any) -> dict[str, tuple[int, ...]]:
+def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """{transformers' whole name: shape} of all weights of a model."""
     prefix = FAMILIES[family_of(cfg)].prefix
     return {w.there if w.there == HEAD else prefix + w.there: w.shape for w in weights_of(cfg)}
 
 
-def export_tensors(cfg: Any, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
+def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
                    ) -> Iterator[torch.Tensor]:
     """Yields transformers' tensors in the order of hf_shapes(). read(memo's name) -> the whole fp32
     parameter, or None where the model has no such bias."""
-    for _, ws in groupby(weights_of(cfg), key=lambda w: w.there):
-        whole = None
+    for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
+        whole = torch.zeros(shape, dtype=dtype)
         for w in ws:
-            whole = torch.zeros(w.shape, dtype=dtype) if whole is None else whole
-            mine = read(w.name)
-            if mine is None:
-                continue
-            n = min(len(mine), w.shape[-1 if w.transposed else 0])  # without memo's padding
-            part = whole[:, w.first:w.first + n] if w.transposed else whole[w.first:w.first + n]
-            mine, theirs = alike(w, mine[:n], part)
-            theirs.copy_(mine)
-        assert whole is not None
+            if (mine := read(w.name)) is not None:
+                n = min(len(mine), shape[-1 if w.transposed else 0])  # without memo's padding
+                part = whole[:, w.first:w.first + n] if w.transposed else whole[w.first:w.first + n]
+                mine, theirs = alike(w, mine[:n], part)
+                theirs.copy_(mine)
         yield whole
         del whole
 
@@ -262,7 +252,7 @@ def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Itera
     """Write a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
     function wants all tensors of a file at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
         end = at + prod(shape) * dtype.itemsize

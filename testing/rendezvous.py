@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memo.parallel.notes import Communicator, Post, Wait
+from testing.notes import Communicator, Post, Wait
 
 # the ends of a message from rank to rank; all other kinds are collectives
 HALVES = {"shift": ("to", "source"), "send": ("to",), "receive": ("source",)}

@@ -122,5 +122,5 @@ def reserved(cfg: Config, n_buffers: int, stays: dict[str, float], streams: Stre
     Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
     n = cfg.block_size
     rows = {name: int(part * n) for name, part in stays.items()}
-    model.reserve(1, n, replace(placed(cfg, n_buffers, n), stays=rows), streams=streams)
+    model.reserve(1, n, replace(placed(cfg, n_buffers), stays=rows), streams=streams)
     return model

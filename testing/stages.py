@@ -40,8 +40,7 @@ def helped_config(p: int, N: int, n_layer: int = LAYERS) -> Config:
 
 def simulated_bubble(cfg: Config) -> float:
     """Over the computing, where units take WORK by their rows and messages nothing."""
-    N, placements = cfg.n_subsequences, [placed(replace(cfg, stage=k), 10**9, cfg.block_size)
-                                         for k in range(cfg.pp)]
+    N, placements = cfg.n_subsequences, [placed(replace(cfg, stage=k), 10**9) for k in range(cfg.pp)]
 
     def seconds(k: int, step: Step) -> float:
         if step.op not in WORK:

@@ -76,11 +76,11 @@ class ByTurns(CpuStream):
     def put(self, job: Callable, mark: CpuMark | None = None) -> None:
         self.queue.append((job, mark))
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable, *args: object) -> None:
         self.put(partial(work, *args))
 
     def hold(self, event: Event) -> None:
-        if event.mark is not None:
+        if isinstance(event.mark, CpuMark):
             self.put(lambda: None, event.mark)
 
     def wait(self, event: Event, label: str = "") -> None:
@@ -124,6 +124,7 @@ class Racing:
         keys, changed = RACES[race]
         self.late = WAITS[race]
         streams = streams_by_turns()
+        assert isinstance(streams.compute, ByTurns)
         self.streams = streams.compute.streams
         there = dict(states="device", activation="keep", alpha="auto")
         there |= dict(optimizer_device="auto")
@@ -149,8 +150,9 @@ class Racing:
         optimizer.publish()
         seen, random_ids = [], torch.Generator().manual_seed(0)
 
-        def batch() -> list[torch.Tensor]:
-            return [*torch.randint(64, (2, 1, model.cfg.block_size), generator=random_ids)]
+        def batch() -> tuple[torch.Tensor, torch.Tensor]:
+            tokens, targets = torch.randint(64, (2, 1, model.cfg.block_size), generator=random_ids)
+            return tokens, targets
         for _ in range(2):
             seen.append(model.forward(*batch()))
             for i in reversed(range(model.micro_batches)):

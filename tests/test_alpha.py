@@ -285,7 +285,7 @@ ITEMSIZE = 4
 def rates_of(cfg, rate, backward=2.0, recompute=0.5):
     """Rates whose units take a second for each 1,024 own rows, and for their share of attention, as much
     again in the last one; copies at `rate`, in units of what a layer's rows need beside its forward."""
-    cuts, units, before = unit_rows(cfg, 1, cfg.block_size)["cuts"], [], 0
+    cuts, units, before = unit_rows(cfg, 1, cfg.block_size), [], 0
     tensors = tensors_of(cfg, ITEMSIZE)
     nbytes = {g: sum(tensors[n].nbytes for n in names) for g, names in groups_of(tensors).items()}
     for n in cuts or (cfg.block_size,):
@@ -310,7 +310,7 @@ def best_of_all(cfg, rates, host_bytes):
     """The fewest seconds over all fates: each subsequence's alpha in quarters, keys copied or made, where no
     copy stalls that would not with alpha = 0."""
     tensors, best = tensors_of(cfg, ITEMSIZE), inf
-    p = placed(cfg, 2, cfg.block_size, {})
+    p = placed(cfg, 2, {})
     for keys in {p.keys, "made"} if p.keys == "copied" else {p.keys}:
         for quarters in product(range(5), repeat=len(p.cuts)):
             kept = {name: tuple(n * q // 4 for n, q in zip(p.cuts, quarters, strict=True)) if t.group

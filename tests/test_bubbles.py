@@ -39,7 +39,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
                                                        for group in groups}, rate, rate, 0, units)
     facts = []
     for one in (replace(cfg, stage=k) for k in range(2)):
-        room = Room(2**50, placed(one, 2, N * ROWS).device_bytes(tensors))
+        room = Room(2**50, placed(one, 2).device_bytes(tensors))
         facts.append(StageFacts(one, 4, rates, room, Ends(0.0, N * head_s, (0.0,) * N, (0.0,) * N)))
     return facts
 

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from memo import checkpoint, dcp
-from memo.checkpoint import CheckpointError, Saver
+from memo.checkpoint import CheckpointError, Copier, Saver
 from memo.config import Config, as_keys
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
-from memo.snapshot import Copier
 from memo.views import Piece, whole
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
@@ -450,7 +449,8 @@ def kill_twelve_times(out_dir):
     train(*unbroken, range(ckpt.iter))
     assert same(state(model, optimizer), state(*unbroken))
     write(out_dir, optimizer.pieces(saved=True), ckpt.iter + 1, LARGER)
-    assert {int(name) for name in os.listdir(out_dir / "ckpt")} == {ckpt.iter, ckpt.iter + 1}
+    numbers = {int(name) for name in os.listdir(out_dir / "ckpt")}  # a kill may leave one more
+    assert numbers - {ckpt.iter - 1} == {ckpt.iter, ckpt.iter + 1}
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
 from memo.run import of_before
-from memo.subsequences import unit_rows
 from memo.swap.alpha import OutOfHostMemory
+from memo.swap.placement import Placement
+from memo.swap.placing import all_kept
 from tests.helpers import argv, choosing, losses
 
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto", states="auto")
@@ -162,10 +163,9 @@ def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_la
     cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
     assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1,
                                                                   states="device").undecided
-    whole = dict(cuts=(), order="layer", receives=False, sends=False, guests=(), lent=(), layers_come=False,
-                 edges_come=False, dealt=1)
-    assert unit_rows(cfg, 1, 4096) == unit_rows(replace(cfg, **ONE), 1, 4096) == whole
-    assert unit_rows(four, 1, 4096) == whole | dict(cuts=(1024,) * 4)
+    L = cfg.n_layer
+    assert all_kept(cfg, 1, 4096) == all_kept(replace(cfg, **ONE), 1, 4096) == Placement(L, L, 4096)
+    assert all_kept(four, 1, 4096) == Placement(L, 4 * L, 4096, cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)
 
 

@@ -399,7 +399,7 @@ def test_published_models_build_on_the_meta_device(preset):
 
 
 TORCH_FREE = {  # by themselves and in all that they import
-    "backends", "command", "config", "errors", "files", "flat", "keys", "layer", "literals", "manifest",
+    "backends", "command", "config", "errors", "files", "flat", "keys", "layer", "manifest",
     "metrics", "plots", "tokens",
     "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan", "planner.caching",
     "planner.__main__", "schedule.waits", "schedule.simulate", "schedule.spans", "schedule.listing",

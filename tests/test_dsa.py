@@ -1,6 +1,5 @@
 """Placements are the best (brute force), the validator finds every broken rule, mistakes are one line."""
 
-import importlib.util
 import os
 import random
 import subprocess
@@ -11,6 +10,7 @@ from functools import cache
 from itertools import combinations, count, product
 from math import inf
 
+import numpy as np
 import pytest
 
 from memo import command
@@ -21,11 +21,9 @@ from memo.dsa.problem import (
     SOLVERS,
     Buffer,
     DsaError,
-    InOrder,
     NoPlacement,
     Problem,
     Solution,
-    _parts,
     _unit,
     lower_bound,
     solve,
@@ -113,9 +111,8 @@ def test_a_least_peak_above_the_load_is_proven(rows, solver):
     assert (solution.peak, solution.lower_bound, solution.proven, solution.gap) == (7, 7, True, 0.0)
     greedy = solve(problem, "greedy")
     assert greedy.lower_bound == 6 and not greedy.proven and greedy.gap == greedy.peak / 6 - 1
-    with pytest.raises(NoPlacement, match="capacity=6 exists") as e:
+    with pytest.raises(NoPlacement, match=r"capacity=6 exists \(proven"):
         solve(replace(problem, capacity=6), solver)
-    assert e.value.proven
 
 
 @pytest.mark.parametrize("solver", ["mip", "gurobi", "cpsat", "auto"])
@@ -135,23 +132,31 @@ def test_80_gib_in_bytes(solver):
     assert solution.proven or (solver in ("mip", "gurobi") and solution.lower_bound == lowest)
 
 
-@pytest.mark.parametrize("answer", [(None, -inf), (None, inf), ([0.0] * 10, 3.0), ([1e-7, -1e-7] * 5, 6.0)])
+@pytest.mark.parametrize("answer", [(None, -inf), (None, inf), (np.zeros(10), 3.0),
+                                    (np.tile((1e-7, -1e-7), 5), 6.0)])
 def test_what_a_mip_solver_says_is_not_believed(answer, monkeypatch):
-    monkeypatch.setattr(solvers, "_highs", lambda *args, **kwargs: (*answer, 1.0))
+    monkeypatch.setattr(solvers, "_highs", lambda program, seconds: (*answer, 1.0))
     solution = solve(problem_of(GAPS[0]), "mip")
     assert solution.lower_bound == 6 and solution.peak >= 7
 
 
 @pytest.mark.parametrize("solver, package", [("auto", "ortools"), ("cpsat", "ortools"), ("mip", "highspy")])
 def test_a_package_that_is_not_there_costs_only_quality(solver, package, monkeypatch, capsys):
-    solvers._say.cache_clear()
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "highspy" else real(name))
+    solvers.say.cache_clear()
+    for name in ("ortools.sat.python", "highspy"):
+        monkeypatch.setitem(sys.modules, name, None)
     for _ in range(2):
         solution = solve(problem_of(GAPS[0]), solver)
         validate(problem_of(GAPS[0]), solution)
     assert capsys.readouterr().err.count(f"{package} is not installed, it would look for better") == 1
+
+
+def test_without_gurobi_highs_solves_its_program_and_a_line_says_so(monkeypatch, capsys):
+    solvers.say.cache_clear()
+    monkeypatch.setitem(sys.modules, "gurobipy", None)
+    for _ in range(2):
+        assert solve(problem_of(GAPS[1]), "gurobi").proven
+    assert capsys.readouterr().err == "gurobi: gurobipy is not installed; going on with HiGHS\n"
 
 
 def test_a_part_gains_nothing_below_the_peak_of_another():
@@ -168,9 +173,8 @@ def test_alignment():
     solution = solve(problem)
     assert (solution.peak, solution.proven, lower_bound(problem)) == (16, True, 16)
     assert all(offset % 4 == 0 for offset in solution.offsets)
-    with pytest.raises(NoPlacement) as e:
+    with pytest.raises(NoPlacement, match=r"exists \(proven"):
         solve(replace(problem, capacity=15))
-    assert e.value.proven
 
 
 def test_greedy_finds_a_placement_of_many():
@@ -186,32 +190,22 @@ def many(n, longest=100):
     return problem_of(list(rows))
 
 
-@pytest.mark.parametrize("time_limit", [0, 0.1])  # an ordering takes 0.4 s
-def test_greedy_ends_with_its_time(time_limit):
-    """What there is then is the placement of an allocator, made in order of time."""
-    problem = many(20_000)
-    solution, offsets, unit = solve(problem, "auto", time_limit), [0] * 20_000, _unit(problem)
-    for part, members in _parts(problem):
-        for i, offset in zip(members, solvers.in_order(part), strict=True):
-            offsets[i] = offset * unit
-    assert solution.offsets == tuple(offsets) and solution.gap < 0.2
-
-
-def test_a_large_problem_gets_a_quick_placement_first(monkeypatch):
-    problem, asked = problem_of([(i, 100 + i, 7) for i in range(200)]), []  # whose in_order is the best
-    monkeypatch.setattr(solvers, "_best_fit", lambda *args: asked.append(args))
-    monkeypatch.setattr(solvers, "LARGE", 199)
-    assert solve(problem).proven and not asked
+def test_greedy_ends_with_its_time():
+    """One ordering is there at any rate. Of 2,000 buffers each takes 33 ms."""
+    part, took = solvers.part_of(*zip(*(b[1:] for b in many(2000).buffers), strict=True)), []
+    for seconds in (0.0, 0.07, 1.0):
+        took.append(solvers.greedy(part, 0, seconds)[1])
+    assert [round(s / took[0]) for s in took] == [1, 2, 6]
+    assert solve(many(2000), "auto", 0).gap < 0.2
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_placements_in_order_of_time_are_placements(seed):
-    """The validator, which is quick with many alive, finds what looking at all pairs finds."""
+def test_the_validator_finds_what_looking_at_all_pairs_finds(seed):
     rng = random.Random(seed)
     rows = [(lower, lower + rng.randint(1, 30), rng.choice([1, 2, 3, 64, 10**12]))
             for lower in (rng.randrange(60) for _ in range(150))]
     part = solvers.part_of(*zip(*rows, strict=True))
-    offsets, problem = solvers.in_order(part), problem_of(rows)
+    (offsets, _), problem = solvers.greedy(part, 0, 0), problem_of(rows)
 
     def overlap(offsets):
         return any(a[0] < b[1] and b[0] < a[1] and p < q + b[2] and q < p + a[2]
@@ -230,17 +224,6 @@ def test_placements_in_order_of_time_are_placements(seed):
         assert overlap(moved) == refused(moved)
 
 
-def test_the_validator_keeps_order_among_many():
-    row = InOrder(list(range(5000)))
-    rng, there = random.Random(0), set()
-    for _ in range(3000):
-        k = rng.randrange(5000)
-        before, behind = sorted(j for j in there if j < k), sorted(j for j in there if j >= k)
-        assert row.neighbours(k) == before[-1:] + behind[:1]
-        (there.discard if k in there else there.add)(k)
-        (row.add if k in there else row.drop)(k)
-
-
 def test_sizes_beyond_the_solvers_are_refused_and_those_below_are_solved():
     with pytest.raises(DsaError,
                        match=f"size={2**63} of buffer 'b1': all sizes so far must add up to at most {2**60}"):
@@ -252,19 +235,13 @@ def test_sizes_beyond_the_solvers_are_refused_and_those_below_are_solved():
         assert solve(problem_of(most), solver, 1.0).proven
 
 
-def test_conflicts_are_counted_before_they_are_listed():
-    part = solvers.part_of(*zip(*((b.lower, b.upper, b.size) for b in many(300, 40).buffers), strict=True))
-    assert part.n_pairs() == len(part.pairs()[0]) > 300
-
-
 @pytest.mark.slow
 def test_hard_instances_fit_where_greedy_does_not():
     for name in ("network_1", "network_4"):
         problem = hard(name, **FAMILIES[name])
         assert lower_bound(problem) == problem.capacity
-        with pytest.raises(NoPlacement) as e:
+        with pytest.raises(NoPlacement, match="was found in 60 s of work"):
             solve(problem, "greedy")
-        assert not e.value.proven
         assert solve(problem, "auto", 60).peak == problem.capacity
 
 
@@ -321,7 +298,7 @@ def test_a_busy_machine_places_as_an_idle_one_does(solver, limit):
 @pytest.mark.slow
 def test_gurobi_says_once_that_its_licence_is_too_small(capfd):
     pytest.importorskip("gurobipy")
-    solvers._say.cache_clear()
+    solvers.say.cache_clear()
     problem = replace(hard("network_1", **FAMILIES["network_1"]), capacity=None)
     for _ in range(2):
         solve(problem, "gurobi", time_limit=0.5)
@@ -340,7 +317,7 @@ GOOD = Problem((Buffer("a", 0, 2, 4), Buffer("b", 1, 3, 4), Buffer("c", 2, 4, 4)
     (dict(offsets=(0, 6, 0)), "buffer 'b': offset 6 is not a multiple of alignment=4"),
     (dict(offsets=(0, 0, 4)), r"buffers 'a' at \[0, 4\) and 'b' at \[0, 4\) overlap"),
     (dict(offsets=(0, 4, 4)), "buffers 'b' at .* and 'c' at .* overlap"),
-    (dict(offsets=(0, 8, 0)), "buffer 'b': its end 12 is above peak=8"),
+    (dict(offsets=(0, 8, 0)), "peak=8 is not where the highest buffer ends, 12"),
     (dict(offsets=(0, 12, 0), peak=16), "peak=16 is above capacity=12"),
     (dict(lower_bound=12), "peak=8 is below lower_bound=12"),
     (dict(peak=12), "peak=12 is not where the highest buffer ends, 8"),

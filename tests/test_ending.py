@@ -21,10 +21,10 @@ from memo import checkpoint, command, dcp, ending, plots, report, signals
 from memo import run as run_module
 from memo.block import Block
 from memo.checkpoint import Saver
-from memo.console import Attempts, Console
 from memo.errors import ConfigError, TrainingError
 from memo.loggers import JsonlLogger, StepStats, read_metrics
 from memo.out_dir import lock, rescues
+from memo.run_state import Run
 from memo.signals import StepGivenUp, StopSignal
 from tests.helpers import ROOT, argv, losses
 
@@ -220,11 +220,11 @@ def test_a_run_without_room_for_a_thread_is_saved(dataset, tmp_path, monkeypatch
 
 def test_a_console_that_fails_loses_text_only(capfd):
     for descriptor in (os.open("/dev/full", os.O_WRONLY), broken_pipe()):
-        console = Console(os.fdopen(descriptor, "w"))
+        console = command.Console(os.fdopen(descriptor, "w"))
         print("x" * 10**6, file=console, flush=True)
         console.close()
         console.stream.close()  # as Python does in the end
-    Console(None).write("no stdout at all")
+    command.Console(None).write("no stdout at all")
     assert capfd.readouterr() == ("", "")
 
 
@@ -293,11 +293,11 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, monkeypatch):
 
 
 def test_a_warning_comes_once_for_each_reason(capsys):
-    attempt = Attempts()
+    run = SimpleNamespace(told=set())
     for e in (OSError(28, "full"), OSError(28, "full"), ValueError("odd")):
         def work(error=e):
             raise error
-        assert not attempt("plan.json", work)
+        assert not Run.attempt(run, "plan.json", work)
     assert capsys.readouterr().err == ("warning: plan.json failed (OSError: full); training goes on\n"
                                        "warning: plan.json failed (ValueError: odd); training goes on\n")
 

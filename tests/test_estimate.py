@@ -596,7 +596,7 @@ def test_another_process_traces_one_step_after_the_other():
     asked, (process, _) = [], arena.tracer()
     for S in (1024, 2048):
         cfg = load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"])
-        with patch.object(arena, "cache_folder", lambda: None):
+        with patch.object(arena, "cache_place", lambda: (None, "")):
             traced_arena(cfg, A800, here)
     assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked)
     assert arena.tracer()[0] is process

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from memo import command, launch
 from memo.config import Config
 from memo.errors import ConfigError
-from memo.launch import Agreed, Launch, Pulse, read_launch, same_everywhere, together
+from memo.launch import Agreed, Launch, read_launch, same_everywhere, start_pulse, together
 from memo.layout import communicators, degrees
 from memo.load_config import load_config
 from memo.parallel import axis as axis_module
@@ -214,7 +214,7 @@ def test_a_network_that_does_not_carry_the_first_messages_is_one_line(tmp_path, 
 def suspended(host, path):
     sys.stderr = io.TextIOWrapper(io.FileIO(f"{path}/{host.rank}", "w"))
     launch.LOST_S, launch.BEAT_S = 6, 0.2
-    Pulse(host.rank, host.size)
+    start_pulse(host.rank, host.size)
     time.sleep(7)  # it is well: nothing happens
     print(f"{host.rank} lives", file=sys.stderr, flush=True)
     if host.rank == 1:

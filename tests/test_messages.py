@@ -13,13 +13,12 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import layer_of, n_rows
 from memo.optim import Optimizer
-from memo.parallel.mesh import noted_mesh
-from memo.parallel.notes import Communicator, Notes, Post, Program, Wait
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from model import GPT
+from testing.notes import Communicator, Notes, Post, Program, Wait, noted_mesh
 from testing.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs
 from tests.helpers import LLAMA, degrees_of
 

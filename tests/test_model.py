@@ -11,7 +11,7 @@ from memo.layer import CHUNK_ROWS, HEAD_ROWS, SPLIT_ROWS, layer_of
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
 from memo.parallel.rows import cut
-from memo.planner.plan import bilevel
+from memo.planner.plan import plan_trace
 from memo.planner.rehearsal import traced_requests
 from memo.swap.buffers import bytes_of
 from memo.verify.reference import Reference
@@ -253,7 +253,7 @@ def gpu_step(cfg):
             return func(*args, **(kwargs or {}))
     with Names():
         trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, cfg.block_size, [{}])
-    return names, bilevel(trace).arena_bytes
+    return names, plan_trace(trace).arena_bytes
 
 
 def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):

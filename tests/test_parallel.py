@@ -12,7 +12,7 @@ from memo.load_config import load_config
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena
-from memo.planner.plan import bilevel
+from memo.planner.plan import plan_trace
 from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
 from memo.schedule.streams import open_streams
 from memo.swap.placement import Placement
@@ -244,7 +244,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     N = n_rows(cfg)
     missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
     trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
-    assert bilevel(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
+    assert plan_trace(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 
 
 def memory_of(S, **keys):

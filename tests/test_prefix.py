@@ -13,8 +13,9 @@ from memo.head_norm import prefix_of_normed_heads
 from memo.ops import TORCH, rotations
 from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges
-from memo.parallel.mesh import ALONE, noted_mesh
+from memo.parallel.mesh import ALONE
 from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
+from testing.notes import noted_mesh
 from testing.ranks import pool
 from testing.rendezvous import validate_programs
 from tests import fakes

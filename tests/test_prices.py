@@ -18,11 +18,10 @@ from memo.estimate import calibrate
 from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
 from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
-from memo.parallel.mesh import noted_mesh
-from memo.parallel.notes import Post
 from memo.schedule.streams import open_streams
 from memo.swap.placing import place_rows
 from model import GPT
+from testing.notes import Post, noted_mesh
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA
 

@@ -15,7 +15,6 @@ from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import swap_s
 from memo.layer import groups_of
 from memo.optim import Optimizer
-from memo.parallel.mesh import noted_mesh
 from memo.schedule.simulate import times_of
 from memo.schedule.spans import stall_s
 from memo.schedule.step import Moved, Op, Step, Unit
@@ -26,6 +25,7 @@ from memo.swap.placement import Placement, with_stream
 from memo.swap.placing import place_rows, placed
 from memo.swap.slab import HostSlab
 from model import GPT
+from testing.notes import noted_mesh
 from testing.turns import RACES, WAITS, Racing, kind_of
 from tests.helpers import LLAMA, costs_of, error, gpt_layer, perturbed_weights, random_batch, resident_bytes
 
@@ -228,7 +228,7 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         return [*seen, model.grads], sizes
     (whole, (all_rows, host)), (copied, (places, more)) = run(**changed), run(**changed, stream="copied")
     assert same(whole, copied)
-    cuts, x = unit_rows(Config(**MODEL | keys | dict(block_size=320)), 2, 320)["cuts"], 32 * 4
+    cuts, x = unit_rows(Config(**MODEL | keys | dict(block_size=320)), 2, 320), 32 * 4
     assert (all_rows, places) == (640 * x, 3 * max(cuts) * x)
     # the gradients of the head; layer by layer the inputs of the units that are not swapped
     n = changed.get("n_buffers", 2) if order == "layer" else 0
@@ -241,7 +241,7 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
                                 subsequences=3, unit_order="layer", block_size=576, activation="swap"))
     mesh, _ = noted_mesh(0, 1, 3, 1, False)
     model = GPT(cfg, "meta", torch.float32, mesh=mesh)
-    model.reserve(1, 192, placed(cfg, 2, 192), streams=open_streams(torch.device("cpu")))
+    model.reserve(1, 192, placed(cfg, 2), streams=open_streams(torch.device("cpu")))
     p, tensors, pairs = model.swap.placement, model.swap.tensors, model.swap.pairs
     sent = {step.unit: sum(here.nbytes for here, _ in copies) for step, copies in pairs.items()
             if step.op is Op.OFFLOAD and step.moved is Moved.KEYS}

@@ -16,7 +16,7 @@ from bench.papers.page import SIMULATED, Part
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
-from memo.planner.plan import one_level
+from memo.planner.plan import plan_trace
 from memo.planner.rehearsal import FakeArena
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.paper import PAPER
@@ -166,22 +166,23 @@ def trace(S, steps):
 
 def reorganisations(every, capacity):
     try:
-        return simulate_caching(every, capacity).reorganisations
+        return simulate_caching(every, capacity)[0].reorganisations
     except SimulatedOutOfMemory:
         return None
 
 
 def row(S, room, states):
     every = [trace(S, STEPS)]
-    free, planned = simulate_caching(every), one_level(trace(S, 1), alignment=ALIGNMENT["cuda"])
-    low, high = free.allocated_bytes, free.reserved_bytes
+    (free, _), planned = simulate_caching(every), plan_trace(trace(S, 1), alignment=ALIGNMENT["cuda"],
+                                                                 one_level=True)
+    allocated, reserved = free.peak_allocated_bytes, free.peak_reserved_bytes
+    low, high = allocated, reserved
     while high - low > 2**20:  # the least that it runs in
         middle = (low + high) // 2
         low, high = (middle, high) if reorganisations(every, middle) is None else (low, middle)
     there = reorganisations(every, room - states)
     arena_bytes = planned.arena_bytes + S // CP * C * BF16  # with the buffer that stays
-    gib = [n / 2**30 for n in (free.allocated_bytes, free.reserved_bytes,
-                               free.reserved_bytes - free.allocated_bytes, arena_bytes, high)]
+    gib = [n / 2**30 for n in (allocated, reserved, reserved - allocated, arena_bytes, high)]
     return [f"{S // 1024}K", *(round(n, 2) for n in gib), reorganisations(every, high),
             "oom" if there is None else there, "oom" if arena_bytes > room - states else 0]
 

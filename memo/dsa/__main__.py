@@ -12,16 +12,14 @@ from pathlib import Path
 
 from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import (
-    ALIGNMENT_BOUNDS,
     MOST_BYTES,
-    SOLVERS,
-    TIME_LIMIT_BOUNDS,
     Buffer,
     DsaError,
     NoPlacement,
     Problem,
     Solution,
     solve,
+    solver_options,
 )
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_bytes
@@ -42,30 +40,15 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
     except (OSError, ValueError) as error:
         raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
     names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")]
-    missing = [column for column in COLUMNS if column not in names]
-    if missing:
-        what = f"column {missing[0]!r} is missing" if any(names) else "is empty"
-        raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
+    for column in COLUMNS:
+        if column not in names:
+            what = f"column {column!r} is missing" if any(names) else "is empty"
+            raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
     buffers, numbers, rows = [], [], csv.reader(lines[1:])
-    places = [names.index(column) for column in COLUMNS]
     try:
         for row in filter(None, rows):
-            number = rows.line_num + 1
-            if len(row) != len(names):
-                raise DsaError(f"{path}:{number}: {len(row)} fields must be {len(names)}, as in the first "
-                               "line")
-            row = [part.strip(" \t") for part in row]
-            values: list = [row[places[0]]]
-            if not values[0].isprintable():
-                raise DsaError(f"{path}:{number}: {names[places[0]]}={values[0]!r:.100} must be printable")
-            try:
-                for place in places[1:]:
-                    values.append(number_of(row[place]))
-            except ValueError:
-                raise DsaError(f"{path}:{number}: {names[place]}={shown(row[place])} must be a whole "
-                               "number") from None
-            buffers.append(Buffer(*values))
-            numbers.append(number)
+            numbers.append(rows.line_num + 1)
+            buffers.append(read_row(row, names, f"{path}:{numbers[-1]}"))
     except csv.Error as error:
         raise DsaError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
     if not buffers:
@@ -75,6 +58,22 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
     except DsaError as error:
         where = str(path) if error.buffer is None else f"{path}:{numbers[error.buffer]}"
         raise DsaError(f"{where}: {error}", error.buffer) from None
+
+
+def read_row(row: list[str], names: list[str], where: str) -> Buffer:
+    """The Buffer in a row that has these columns. Errors: DsaError."""
+    if len(row) != len(names):
+        raise DsaError(f"{where}: {len(row)} fields must be {len(names)}, as in the first line")
+    id, *texts = (row[names.index(column)].strip(" \t") for column in COLUMNS)
+    if not id.isprintable():
+        raise DsaError(f"{where}: id={id!r:.100} must be printable")
+    numbers = []
+    for column, text in zip(COLUMNS[1:], texts, strict=True):
+        try:
+            numbers.append(number_of(text))
+        except ValueError:
+            raise DsaError(f"{where}: {column}={shown(text)} must be a whole number") from None
+    return Buffer(id, *numbers)
 
 
 def write_csv(path: str | Path, problem: Problem, solution: Solution) -> None:
@@ -94,10 +93,7 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--capacity", int, least=1,
                   help="bytes; stop at the first placement that fits, not at the least peak",
                   most=MOST_BYTES, why="so much is all that the buffers may take together")
-    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
-    parser.option("--time_limit", float, 60.0, "seconds of work, counted in steps: what is found is the same "
-                  "on every machine, however busy", **TIME_LIMIT_BOUNDS)
-    parser.option("--alignment", int, 1, "bytes; every offset is a multiple of it", **ALIGNMENT_BOUNDS)
+    solver_options(parser, 1, "")
     return parser.parse_args(argv)
 
 

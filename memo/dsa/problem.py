@@ -5,27 +5,22 @@ peak.
 Every problem is first reduced without loss: time is cut where no buffer is alive, and of the other moments
 only those remain at which a greatest set of buffers is alive together; bytes become multiples of the sizes'
 common unit. Source: MEMO 4.2.
-
-    python -m memo.dsa requests.csv [--capacity=BYTES] [--solver=auto|greedy|mip|cpsat] [--time_limit=S]
-                                    -o plan.csv
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from memo.command import Arguments
 from memo.dsa import solvers
 from memo.errors import ConfigError
 from memo.keys import shown
 
 SOLVERS = ("auto", "greedy", "mip", "cpsat", "gurobi")
 MOST_BYTES = 2**60  # of all buffers together
-# bounds of options, here and of memo.planner
-ALIGNMENT_BOUNDS: dict[str, Any] = dict(least=1, most=2**30, why="no page of memory is larger than 1 GiB")
-TIME_LIMIT_BOUNDS: dict[str, Any] = dict(least=0.0, most=1e6,
-                                         why="that is eleven days; what is found by then is used")
 
 
 class DsaError(ConfigError):
@@ -38,12 +33,17 @@ class DsaError(ConfigError):
 
 
 class NoPlacement(RuntimeError):
-    """No placement under the capacity. `proven`: there is none; otherwise none was found in the time
-    limit."""
+    """There is no placement under the capacity, or none was found in the time limit."""
 
-    def __init__(self, message: str, proven: bool) -> None:
-        super().__init__(message)
-        self.proven = proven
+
+def solver_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
+    """Add the options of a search for a placement."""
+    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
+    parser.option("--time_limit", float, 60.0, f"seconds of work{time_limit_of}, counted in steps: what is "
+                  "found is the same on every machine, however busy", least=0.0, most=1e6,
+                  why="that is eleven days; what is found by then is used")
+    parser.option("--alignment", int, alignment, "bytes; every offset is a multiple of it; torch has 512 on "
+                  "CUDA", least=1, most=2**30, why="no page of memory is larger than 1 GiB")
 
 
 class Buffer(NamedTuple):
@@ -132,72 +132,33 @@ def validate(problem: Problem, solution: Solution) -> None:
     a, ends = problem.alignment, []
     if len(solution.offsets) != len(problem.buffers):
         raise ValueError(f"{len(solution.offsets)} offsets for {len(problem.buffers)} buffers")
-    lowers, uppers = [b.lower for b in problem.buffers], [b.upper for b in problem.buffers]
     for b, offset in zip(problem.buffers, solution.offsets, strict=True):
         if type(offset) is not int or offset < 0:
             raise ValueError(f"buffer {b.id!r}: offset {offset!r} is not a whole number >= 0")
         if offset % a:
             raise ValueError(f"buffer {b.id!r}: offset {offset} is not a multiple of alignment={a}")
         ends.append(offset + b.size + -b.size % a)
-        if ends[-1] > solution.peak:
-            raise ValueError(f"buffer {b.id!r}: its end {ends[-1]} is above peak={solution.peak}")
     if problem.capacity is not None and solution.peak > problem.capacity:
         raise ValueError(f"peak={solution.peak} is above capacity={problem.capacity}")
     if solution.peak < solution.lower_bound:
         raise ValueError(f"peak={solution.peak} is below lower_bound={solution.lower_bound}")
     if solution.peak != max(ends, default=0):
         raise ValueError(f"peak={solution.peak} is not where the highest buffer ends, {max(ends, default=0)}")
-    places = range(len(ends))
-    # in order of time; the buffers alive at each moment stand in order of their offsets
-    alive = InOrder(sorted(places, key=solution.offsets.__getitem__))
-    dying, gone = sorted(places, key=uppers.__getitem__), 0
-    for i in sorted(places, key=lowers.__getitem__):
-        while uppers[dying[gone]] <= lowers[i]:
-            alive.drop(dying[gone])
-            gone += 1
-        for j in alive.neighbours(i):  # the others alive lie apart: if any overlaps i, a neighbour does
-            if solution.offsets[i] < ends[j] and solution.offsets[j] < ends[i]:
-                one, other = ((problem.buffers[k].id, solution.offsets[k], ends[k]) for k in (j, i))
+    alive: list[tuple[int, int, int]] = []  # (offset, end, buffer), in order of offsets
+    moments = [(b.lower, True, i) for i, b in enumerate(problem.buffers)]
+    moments += [(b.upper, False, i) for i, b in enumerate(problem.buffers)]
+    for _, born, i in sorted(moments):  # what dies goes before what is born
+        mine = solution.offsets[i], ends[i], i
+        k = bisect_left(alive, mine)
+        if not born:
+            del alive[k]
+            continue
+        for other in alive[max(0, k - 1):k + 1]:  # the others lie apart: if any overlaps, a neighbour does
+            if mine[0] < other[1] and other[0] < mine[1]:
+                first, second = ((problem.buffers[k].id, offset, end) for offset, end, k in (other, mine))
                 raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are "
-                                 "alive".format(*one, *other))
-        alive.add(i)
-
-
-class InOrder:
-    """Some of the items of a list, in its order: a bit for each place, in words, and a bit for each word that
-    has any. None of its functions takes much longer with a million of them."""
-
-    BITS = 1024
-
-    def __init__(self, items: list[int]) -> None:
-        self.items, self.place = items, {item: k for k, item in enumerate(items)}
-        self.words, self.used = [0] * (len(items) // self.BITS + 1), 0
-
-    def add(self, item: int) -> None:
-        word, bit = divmod(self.place[item], self.BITS)
-        self.words[word] |= 1 << bit
-        self.used |= 1 << word
-
-    def drop(self, item: int) -> None:
-        word, bit = divmod(self.place[item], self.BITS)
-        self.words[word] &= ~(1 << bit)
-        if not self.words[word]:
-            self.used &= ~(1 << word)
-
-    def neighbours(self, item: int) -> list[int]:
-        """The last one before `item`'s place and the first one from it on, where there are any."""
-        word, bit = divmod(self.place[item], self.BITS)
-        before, after = self.words[word] & ((1 << bit) - 1), self.words[word] >> bit << bit
-        first = last = word
-        if not before and (used := self.used & ((1 << word) - 1)):
-            first = used.bit_length() - 1
-            before = self.words[first]
-        if not after and (used := self.used >> word + 1 << word + 1):
-            last = (used & -used).bit_length() - 1
-            after = self.words[last]
-        found = [first * self.BITS + before.bit_length() - 1] * bool(before)
-        found += [last * self.BITS + (after & -after).bit_length() - 1] * bool(after)
-        return [self.items[k] for k in found]
+                                 "alive".format(*first, *second))
+        alive.insert(k, mine)
 
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
@@ -229,7 +190,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
             why = "exists (proven" if bound > stop else (
                 f"was found in {time_limit:g} s of work (raise the time limit")
             raise NoPlacement(f"no placement under capacity={problem.capacity} {why}; lower bound "
-                              f"{bound * unit}, lowest peak found {peak * unit})", bound > stop)
+                              f"{bound * unit}, lowest peak found {peak * unit})")
         stop = max(stop, peak)
     solution = Solution(tuple(offsets), peak * unit, bound * unit, "+".join(dict.fromkeys(found_by)),
                         time.monotonic() - start)
@@ -242,17 +203,24 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
     """(offsets, proven bound of their peak, who found them, seconds that are left): of the least peak, or the
     first at or below `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
-    for method in solvers.METHODS[solver]:
+    for finder, method in _methods(solver):
         peak, seconds = part.peak(best), seconds - took
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
             took = 0.0
             break
         offsets, proven, took = method(part, best, stop, stop if decide else peak - 1, seconds)
         if offsets is not None and part.peak(offsets) < peak:
-            best, name = offsets, "mip" if method is solvers.mip else "cpsat"
+            best, name = offsets, finder
         if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing
             bound = max(bound, proven)
     return best, bound, name, seconds - took
+
+
+def _methods(solver: str) -> tuple[tuple[str, solvers.Method], ...]:
+    if solver != "gurobi":
+        return solvers.METHODS[solver]
+    from memo.dsa.gurobi import gurobi
+    return (("gurobi", gurobi),)
 
 
 def _unit(problem: Problem) -> int:

@@ -11,7 +11,6 @@ Seconds are of work: steps are counted, each for what it takes on a core of the 
 written, and no clock is read. One thread does all. So a result is the same on every machine, however busy.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +18,15 @@ from functools import cache
 from importlib.metadata import distributions
 from itertools import accumulate
 from math import ceil, inf, isfinite
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import numpy as np
-
-from memo.dsa.gaps import Gaps
 
 # Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
 # area that joining two may waste, as a fraction of the two.
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more the joining takes too long
-# buffers: with more, the quick in_order() comes first, and CP-SAT is left out: it would find nothing
-LARGE = 10_000
+LARGE = 10_000  # buffers: with more only greedy looks for a placement, the others would find nothing
 MOST_PAIRS = 200_000  # of conflicting buffers that a MIP solver gets: two rows of the matrix for each
 # of the MIP solvers, the least they accept: a binary this far from 0 lets buffers overlap by M times this
 TOLERANCE = 1e-9
@@ -47,8 +43,7 @@ UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
 ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
 
 Found = tuple[list[int] | None, int, float]  # what a solver returns
-# what a MIP solver returns: values, an array or a list, or None; bound; seconds
-Relaxed = tuple[Any, float, float]
+Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: offsets, bound, seconds
 
 
 @dataclass(frozen=True)
@@ -76,19 +71,6 @@ class Part:
     def peak(self, offsets: list[int]) -> int:
         return max(map(sum, zip(offsets, self.size, strict=True)))
 
-    def n_pairs(self) -> int:
-        """How many pairs of buffers conflict."""
-        lower, upper = np.sort(self.lower), np.sort(self.upper)
-        return int((np.searchsorted(lower, upper) - np.arange(1, len(upper) + 1)).sum())
-
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(i, j): arrays of the conflicting buffers, i < j."""
-        lower, upper = np.array(self.lower), np.array(self.upper)
-        later: list[np.ndarray] = [
-            i + 1 + np.flatnonzero((lower[i + 1:] < upper[i]) & (upper[i + 1:] > lower[i]))
-            for i in range(len(lower))]
-        return np.repeat(np.arange(len(lower)), [len(j) for j in later]), np.concatenate(later)
-
 
 def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> Part:
     """A Part of lifespans in any unit of time."""
@@ -103,25 +85,24 @@ def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> 
 
 
 def greedy(part: Part, stop: int, seconds: float = inf) -> tuple[list[int], float]:
-    """(offsets, seconds that it took): the best of several orderings of best fit: each buffer into the lowest
-    of the tightest gaps that take it. Orderings for which there are no `seconds` are left out; where there
-    are none for any, the result is in_order()."""
+    """Find (offsets, seconds that it took): the best of several orderings of best fit, each buffer into the
+    lowest of the tightest gaps that take it. Only the first ordering goes on where there are no `seconds`."""
     if len(part.size) == 1:
         return [0], 0.0
     n, took = len(part.size), 0.0
+    best: list[int] = []
     each = n * (PLACED_S + BEFORE_S * n)
     size, lower, upper = (np.array(v, dtype=np.int64) for v in (part.size, part.lower, part.upper))
-    span, best = upper - lower, in_order(part) if len(part.size) > LARGE else None
+    span = upper - lower
     area = -size * (span if int(size.max()) * int(span.max()) < 2**63 else span.astype(float))
-    keys = [(-size,), (area,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)]
-    for key in keys:
-        if (best is not None and part.peak(best) <= stop) or took + each > seconds:
+    for key in ((-size,), (area,), (-span, -size), (lower, -size), (upper, -size), (-upper, -size)):
+        if best and (part.peak(best) <= stop or took + each > seconds):
             break
         offsets = _best_fit(lower, upper, size, np.lexsort((lower, *reversed(key))))
         took += each
-        if best is None or part.peak(offsets) < part.peak(best):
+        if not best or part.peak(offsets) < part.peak(best):
             best = offsets
-    return in_order(part) if best is None else best, took
+    return best, took
 
 
 def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.ndarray) -> list[int]:
@@ -140,19 +121,6 @@ def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.
         table[:, place + 1:k + 1] = table[:, place:k].copy()
         table[:, place] = lower[i], upper[i], at, at + size[i]
         offsets[i] = at
-    return offsets
-
-
-def in_order(part: Part) -> list[int]:
-    """Offsets as an allocator gives them, in order of time: each buffer takes the tightest gap that holds it.
-    Seconds for a million buffers."""
-    gaps, offsets, gone = Gaps(), [0] * len(part.size), 0
-    dying = sorted(range(len(part.size)), key=part.upper.__getitem__)
-    for i in sorted(range(len(part.size)), key=part.lower.__getitem__):
-        while part.upper[dying[gone]] <= part.lower[i]:
-            gaps.give(offsets[dying[gone]], part.size[dying[gone]])
-            gone += 1
-        offsets[i] = gaps.take(part.size[i])
     return offsets
 
 
@@ -277,47 +245,43 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             for i in np.flatnonzero(there)]
 
 
-def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
-        program_solver: Callable[..., Relaxed] | None = None) -> Found:
-    """The paper's program, solved by HiGHS or another. z_ij says that i lies above j, of a conflicting pair;
-    M is the peak of the placement to beat.
+class Program(NamedTuple):
+    """The paper's mixed-integer program: offsets `at` of the least peak at which no two buffers overlap that
+    are alive together, i[k] and j[k]. z[k] is 1 where i[k] lies above j[k], else 0.
 
-    A_i + S_i <= A_j + z_ij*M,  A_j + S_j <= A_i + (1 - z_ij)*M,  A_i + S_i <= peak <= M.  Source: MEMO 4.2.
+    at_i + size_i <= at_j + M*z,  at_j + size_j <= at_i + M*(1 - z),  at + size <= peak,  least <= peak <= M.
+
+    M is the peak of `best`, offsets that are a solution. A peak of `stop` is good enough. Source: MEMO 4.2.
     """
-    if program_solver is None and importlib.util.find_spec("highspy") is None:
-        return lacking("highspy")
-    from scipy.sparse import csr_matrix
 
-    n, pairs, M, size = len(part.size), part.n_pairs(), part.peak(best), np.array(part.size)
-    if pairs > MOST_PAIRS:
+    size: np.ndarray
+    i: np.ndarray
+    j: np.ndarray
+    M: float
+    least: float
+    best: np.ndarray
+    stop: float
+
+
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
+        solve_program: Callable[[Program, float], Relaxed] | None = None) -> Found:
+    """Solve the part's Program by HiGHS, or by `solve_program`."""
+    if len(part.size) > LARGE:
         return None, 0, 0.0
-    i, j = part.pairs()
-    k, a, one = np.arange(pairs), np.arange(n), np.ones(pairs)
-    z: np.ndarray = n + 1 + k  # the columns are A_0 .. A_n-1, peak, z
-    rows = np.concatenate((k, k, k, pairs + k, pairs + k, pairs + k, 2 * pairs + a, 2 * pairs + a))
-    columns = np.concatenate((i, j, z, j, i, z, a, np.full(n, n)))
-    values = np.concatenate((one, -one, -M * one, one, -one, M * one, np.ones(n), -np.ones(n)))
-    program = dict(matrix=csr_matrix((values, (rows, columns))),
-                   most=np.concatenate((-size[i], M - size[j], -size)),
-                   lower=np.concatenate((np.zeros(n), [max(stop, part.load)], 0 * one)),
-                   upper=np.concatenate((M - size, [M], one)),
-                   first=np.concatenate((best, [M], np.take(best, i) > np.take(best, j))))
-    program = {name: array.astype(float) for name, array in program.items()}
-    found, bound, took = (program_solver or _highs)(n, stop, seconds, **program)
+    born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
+    i, j = np.nonzero(np.triu((born[:, None] < died) & (born < died[:, None]), 1))
+    if len(i) > MOST_PAIRS:
+        return None, 0, 0.0
+    program = Program(np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
+                      np.array(best, float), float(stop))
+    values, bound, took = (solve_program or _highs)(program, seconds)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
-    return None if found is None else _dropped(part, i, j, found), proven, took
+    return None if values is None else _dropped(part, i, j, values), proven, took
 
 
-def gurobi(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """The paper's program, solved by Gurobi, whose licence is the user's: only where it is asked for."""
-    def solve(*given: Any, **program: Any) -> Relaxed:
-        return _gurobi(*given, **program) or _highs(*given, **program)
-    return mip(part, best, stop, highest, seconds, solve)
-
-
-def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) -> list[int]:
+def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
     """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
     own could make buffers overlap."""
     below: list[list[int]] = [[] for _ in part.size]
@@ -330,73 +294,36 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: Sequence[float]) 
     return offsets
 
 
-class Matrix(Protocol):
-    """Names what is read of a csr_matrix, whose module takes long to import."""
-
-    indptr: np.ndarray
-    indices: np.ndarray
-    data: np.ndarray
-
-
-def _highs(n: int, stop: int, seconds: float, matrix: Matrix, most: np.ndarray, lower: np.ndarray,
-           upper: np.ndarray, first: np.ndarray) -> Relaxed:
-    """(values or None, bound, seconds): the least column n, where matrix @ values <= most and the columns
-    after n are 0 or 1. Nothing where there are not the seconds for the first node."""
-    import highspy
-
-    pairs = len(lower) - n - 1
+def _highs(program: Program, seconds: float) -> Relaxed:
+    """Solve a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
+    try:
+        import highspy
+    except ImportError:
+        return lacking("highspy")
+    size, i, j, M, least, best, stop = program
+    pairs = len(i)
     root_s = pairs * (ROOT_S + ROOT_PAIRS_S * pairs)
     nodes = int((seconds - root_s) / (NODE_S * pairs))
     if nodes < 1:
         return None, -inf, 0.0
-    lp, solver, start = highspy.HighsLp(), highspy.Highs(), highspy.HighsSolution()
-    columns = np.arange(len(lower))
-    lp.num_row_, lp.num_col_, lp.col_cost_ = len(most), len(lower), (columns == n).astype(float)
-    lp.col_lower_, lp.col_upper_ = lower, upper
-    lp.row_lower_, lp.row_upper_ = np.full(len(most), -highspy.kHighsInf), most
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-    whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    lp.integrality_ = [whole if c > n else real for c in columns]
-    options = dict(output_flag=False, threads=1, mip_max_nodes=nodes, objective_target=float(stop),
-                   mip_rel_gap=0.0, mip_feasibility_tolerance=TOLERANCE,
-                   primal_feasibility_tolerance=TOLERANCE)
+    solver, start = highspy.Highs(), highspy.HighsSolution()
+    options = dict(output_flag=False, threads=1, mip_max_nodes=nodes, objective_target=stop, mip_rel_gap=0.0,
+                   mip_feasibility_tolerance=TOLERANCE, primal_feasibility_tolerance=TOLERANCE)
     for option, value in options.items():
         solver.setOptionValue(option, value)
-    solver.passModel(lp)
-    start.col_value = first.tolist()
+    at = solver.addVariables(len(size), ub=(M - size).tolist(), out_array=True)
+    peak = solver.addVariable(least, M, obj=1.0)
+    z = solver.addBinaries(pairs, out_array=True)
+    solver.addConstrs(at[i] + size[i] <= at[j] + M * z)
+    solver.addConstrs(at[j] + size[j] <= at[i] + M * (1 - z))
+    solver.addConstrs(at + size <= peak)
+    start.col_value = [*best, M, *(best[i] > best[j])]
     solver.setSolution(start)
     solver.run()
     info = solver.getInfo()
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     took = root_s + max(0, info.mip_node_count) * NODE_S * pairs
-    return solver.getSolution().col_value if found else None, info.mip_dual_bound, took
-
-
-def _gurobi(n: int, stop: int, seconds: float, matrix: Matrix, most: np.ndarray, lower: np.ndarray,
-            upper: np.ndarray, first: np.ndarray) -> Relaxed | None:
-    """As _highs, on Gurobi; None where it is not installed or its licence does not let it."""
-    if importlib.util.find_spec("gurobipy") is None:
-        _say("gurobi: gurobipy is not installed; going on with HiGHS")
-        return None
-    import gurobipy
-
-    settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=float(stop), MIPGap=0.0, IntFeasTol=TOLERANCE,
-                    FeasibilityTol=TOLERANCE)
-    try:
-        with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
-            columns = np.arange(len(lower))
-            kinds = np.where(columns > n, "B", "C")  # binary, continuous
-            x = model.addMVar(len(lower), lower, upper, (columns == n).astype(float), kinds)
-            model.addMConstr(matrix, x, "<", most)  # type: ignore[call-overload]  # its types lack sparse ones
-            x.setAttr("Start", first)
-            for name, value in settings.items():
-                model.setParam(name, value)
-            model.optimize()
-            return x.X if model.SolCount else None, model.ObjBound, model.Work
-    except gurobipy.GurobiError as error:
-        _say(f"gurobi: {error}; going on with HiGHS")
-        return None
+    return np.array(solver.getSolution().col_value[:len(size)]) if found else None, info.mip_dual_bound, took
 
 
 @cache
@@ -406,20 +333,20 @@ def libraries() -> tuple[str, ...]:
     return tuple(f"{name} {found.version}" for name in names for found in distributions(name=name))
 
 
-def lacking(package: str) -> Found:
+def lacking(package: str) -> tuple[None, int, float]:
     """Say once that a solver's package is not there: what others have found stays."""
-    _say(f"{package} is not installed, it would look for better placements; try pip install {package}")
+    say(f"{package} is not installed, it would look for better placements; try pip install {package}")
     return None, 0, 0.0
 
 
 @cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """A line on stderr, once a process."""
     print(line, file=sys.stderr)
 
 
-# {solver: what it tries in turns, after greedy}
-METHODS = {"greedy": (), "mip": (mip,), "cpsat": (cpsat,), "gurobi": (gurobi,),
-           "auto": (briefly, coarse, cpsat)}
-
-
+Method = Callable[[Part, list[int], int, int, float], Found]
+# {solver: (name, function) of what it tries in turns, after greedy}; and gurobi.py, where it is asked for
+METHODS: dict[str, tuple[tuple[str, Method], ...]] = {
+    "greedy": (), "mip": (("mip", mip),), "cpsat": (("cpsat", cpsat),),
+    "auto": (("cpsat", briefly), ("cpsat", coarse), ("cpsat", cpsat))}

@@ -11,18 +11,17 @@ from contextlib import suppress
 from dataclasses import Field, replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
 
-from memo.command import answer_early, check_alone, end_with_reader, progress, run
+from memo.command import answer_early, check_alone, progress, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.files import load_json
-from memo.keys import check_value, columns, number_of, option, shown
+from memo.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
 from memo.load_config import load_keys
 
 
-def figure(name: str) -> Field:
+def figure(name: str) -> Field[Value]:
     """The option of a figure of the hardware, with generous bounds."""
     if name.endswith("memory_bytes"):
         return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
@@ -52,26 +51,25 @@ def estimate_help() -> str:
     return f"{__doc__.strip()}\n\n{columns(rows)}"
 
 
-def read_number(f: Field, text: str) -> float:
+def read_number(f: Field[Value], text: str) -> float:
     """A number as in 2e12, of option `f`. Errors: ConfigError."""
     try:
         value = number_of(text, float)
     except ValueError:
         raise ConfigError(f"{f.name}={shown(text)[1:-1]} must be a number, as in 2e12") from None
-    kind: Any = f.type
-    if kind is int and isfinite(value) and value % 1:
+    if f.type is int and isfinite(value) and value % 1:
         raise ConfigError(f"{f.name}={text} must be a whole number")
-    check_value(f, kind(value) if isfinite(value) else value)
+    check_value(f, kind_of(f)(value) if isfinite(value) else value)
     return int(value) if value.is_integer() else value
 
 
-def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_argv(argv: list[str]) -> tuple[Keys, Keys]:
     """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(estimate_help())
         sys.exit()
     check_alone("python -m memo.estimate")
-    options: dict[str, Any] = {}
+    options: Keys = {}
     rest = []
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
@@ -93,7 +91,6 @@ def read_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 if __name__ == "__main__":  # before what else is imported, which takes a moment
-    end_with_reader()
     answer_early(read_argv)
 
 import json
@@ -127,7 +124,7 @@ def local_vocab_size(dataset: str) -> int:
     return 0
 
 
-def prepare(argv: list[str]) -> tuple[Config, Machine, int, dict[str, Any]]:
+def prepare(argv: list[str]) -> tuple[Config, Machine, int, Keys]:
     """(cfg, machine, world, options). Errors: ConfigError."""
     options, keys = read_argv(argv)
     if keys.get("pp") == "auto" and "gpus" not in options:
@@ -201,8 +198,8 @@ def main(argv: list[str]) -> int:
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     if options.get("program"):
         p = got.placement
-        out["program"] = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
-        lines += ["", *out["program"]]
+        out["program"] = program = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
+        lines += ["", *program]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
         for path in draw_estimate(got, machine, world, most, options["plot"]):

@@ -15,14 +15,15 @@ from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from memo import backends
 from memo.config import SUBSEQUENCE_KEYS, Config
 from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.estimate.hardware import Machine
-from memo.files import cache_folder, keep_json, kept_json
+from memo.files import cache_place, keep_json, kept_json
+from memo.keys import Keys
 from memo.layer import (
     CHUNK_ROWS,
     METP_ROWS,
@@ -35,7 +36,7 @@ from memo.layer import (
     makes_queries_early,
     travelling,
 )
-from memo.planner.plan import ALIGNMENT, PLANNING_S, bilevel
+from memo.planner.plan import ALIGNMENT, PLANNING_S, plan_trace
 from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
 
@@ -80,7 +81,7 @@ class ArenaBytes(NamedTuple):
 
 
 ArenaOf = Callable[[Config, Machine], ArenaBytes]
-TraceOf = Callable[[dict[str, Any]], Trace]
+TraceOf = Callable[[Keys], Trace]
 
 
 # --- the arena of temporary tensors ---
@@ -88,7 +89,7 @@ TraceOf = Callable[[dict[str, Any]], Trace]
 def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     """The ArenaBytes of a step's Trace, planned as the run plans it."""
     def peak(trace: Trace) -> int:
-        return bilevel(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
+        return plan_trace(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
               for event in events]
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
@@ -109,7 +110,7 @@ def source_digest() -> bytes:
 
 
 @cache
-def tracer() -> tuple[subprocess.Popen, IO[str]]:
+def tracer() -> tuple[subprocess.Popen[str], IO[str]]:
     """(a process that traces, and stays, for it needs torch, which takes seconds to import; its stderr).
     The process ends with this one."""
     errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
@@ -120,13 +121,13 @@ def tracer() -> tuple[subprocess.Popen, IO[str]]:
     return process, errors
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """Closes its stdin, with which it ends, and waits for it."""
     with suppress(OSError), process:
         pass
 
 
-def trace_elsewhere(keys: dict[str, Any]) -> Trace:
+def trace_elsewhere(keys: Keys) -> Trace:
     """The Trace of the keys of traced_arena, by another process. Errors: ConfigError."""
     if tracer()[0].poll() is not None:  # it died meanwhile
         tracer.cache_clear()
@@ -158,7 +159,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
         key = hashlib.sha256(repr((keys, version("torch"), libraries(), source_digest())).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
-    folder, name = cache_folder(), f"arena-{key.hexdigest()[:16]}.json"
+    (folder, _), name = cache_place(), f"arena-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written
             return checked_arena_bytes(kept_json(folder, name), keys)
@@ -167,7 +168,7 @@ def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere
     return arena
 
 
-def checked_arena_bytes(stored: dict[str, Any], keys: dict[str, Any]) -> ArenaBytes:
+def checked_arena_bytes(stored: Keys, keys: Keys) -> ArenaBytes:
     """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
     keys."""
     arena = ArenaBytes(**stored["arena"])

@@ -222,7 +222,7 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
                 arena: ArenaOf) -> tuple[Stage, ...]:
     """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
     common is looked at once."""
-    known: dict[tuple, tuple[Beside, Placed, str | None]] = {}
+    known: dict[tuple[bool, bool, int], tuple[Beside, Placed, str | None]] = {}
     itemsize, facts = itemsize_of(cfg, machine), []
     for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
         kind = one.stage_kind
@@ -235,7 +235,7 @@ def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds |
     if cfg.msp and not any(lacks):
         typical = [typical_facts(one, machine, world) for one in facts] if machine.measured else facts
         together = shared(facts, together, typical)
-    found, made = [], dict[tuple, Stage]()
+    found, made = [], dict[tuple[object, ...], Stage]()
     for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
         like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
         if like not in made:

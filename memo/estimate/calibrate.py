@@ -10,7 +10,7 @@ add to these counts (seconds_of).
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from memo.estimate import hardware
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.estimate.step_seconds import ADAMW_BYTES
 from memo.files import keep, readable_json
+from memo.keys import Keys
 from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.optim import adamw_step
@@ -41,11 +42,12 @@ REPEATS, LEAST_S, ROUNDS = 3, 0.02, 2
 BEHIND = 10  # messages of a measurement, each behind computing
 # columns of the tensors of elementwise passes, and those of one head. A GPU's programs have a row each
 ROW_WIDTH, HEAD_DIM = {"cpu": 512, "cuda": 4096}, {"cpu": 64, "cuda": 128}
-Job = tuple[Callable, float]  # what is timed, and its FLOPs or bytes
+Call = Callable[[], object]
+Job = tuple[Call, float]  # what is timed, and its FLOPs or bytes
 Timings = tuple[float, float, float]  # seconds: by itself, behind computing, that computing alone
 
 
-def slowest_seconds(call: Callable, n: int, device: torch.device, host: Axis) -> float:
+def slowest_seconds(call: Call, n: int, device: torch.device, host: Axis) -> float:
     """Seconds of one of n calls, on the slowest rank. All ranks begin together."""
     synchronize(device)
     host.max(0.0)
@@ -56,7 +58,7 @@ def slowest_seconds(call: Callable, n: int, device: torch.device, host: Axis) ->
     return host.max((time.perf_counter() - start) / n)[0]
 
 
-def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
+def fastest_seconds(call: Call, device: torch.device, host: Axis) -> float:
     """Seconds of call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds. All
     ranks measure at once."""
     call()
@@ -64,12 +66,12 @@ def fastest_seconds(call: Callable, device: torch.device, host: Axis) -> float:
     return min(slowest_seconds(call, n, device, host) for _ in range(REPEATS))
 
 
-def timings(call: Callable, device: torch.device, host: Axis) -> Timings:
+def timings(call: Call, device: torch.device, host: Axis) -> Timings:
     """Of what is no message: nothing is before it."""
     return fastest_seconds(call, device, host), 0.0, 0.0
 
 
-def timings_behind(computing: Callable, message: Callable, device: torch.device, host: Axis) -> Timings:
+def timings_behind(computing: Call, message: Call, device: torch.device, host: Axis) -> Timings:
     """Of a message behind computing that all ranks do before it: each on the slowest rank and the least of
     REPEATS, the last two by turns. The host waits for the device at the end alone."""
     def both() -> None:
@@ -114,14 +116,14 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
         product(x, w.t(), out=y)
         product(y, w, out=dx)
         accumulate_product(dw, y[0].t(), x[0])
-    calls = {"matmul": products}
+    calls: dict[str, Call] = {"matmul": products}
     if with_fp8:
         calls["matmul fp8"] = fp8_products(x, y, dx, w, dw)
     return {op: (call, 6 * rows * size * size) for op, call in calls.items()}
 
 
 def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Tensor,
-                 dw: torch.Tensor) -> Callable:
+                 dw: torch.Tensor) -> Call:
     """The same three products in FP8; what they multiply is rounded before."""
     xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
     dyq = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2)
@@ -206,7 +208,7 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
     with several subsequences does; on a CPU in one."""
     buffers, slab = torch.zeros(2, nbytes, dtype=torch.uint8, device=device), HostSlab(2 * nbytes, device)
     kept = slab.bytes.view(2, nbytes)
-    lanes: list = [nullcontext()]
+    lanes: list[AbstractContextManager[None]] = [nullcontext()]
     if device.type == "cuda":
         lanes = [torch.cuda.stream(torch.cuda.Stream(device)) for _ in range(2)]
 
@@ -220,7 +222,7 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
         slab.close()
 
 
-def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> dict:
+def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
     amounts: dict[tuple[str, float], float] = {}  # FLOPs or bytes of (operation, size)
@@ -235,16 +237,16 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
     telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
     with telling, opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
-                    timings_of: Callable = timings) -> None:
+                    timings_of: Callable[..., Timings] = timings) -> None:
             # a segment's first run is recorded, the others have planned memory
             for op, (call, amount) in calls.items():
                 say(op, amount)  # the first run may build the library of the memory plan
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()
                 arena.settle()
-                point, times = (op, size or amount), timings_of(segment, device, host)
-                amounts[point], known = amount, least.get(point, times)
-                least[point] = tuple(map(min, times, known))
+                point, (a, b, c) = (op, size or amount), timings_of(segment, device, host)
+                amounts[point], known = amount, least.get(point, (a, b, c))
+                least[point] = min(a, known[0]), min(b, known[1]), min(c, known[2])
         for _ in range(ROUNDS):
             for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
                 measure(matmuls(size, rows, dtype, device, has_fp8(device, dtype)), size, size)
@@ -257,7 +259,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             behind = partial(timings_behind, computing)
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
                 measure(messages(nbytes, axis, device), None, nbytes, behind)
-    table: dict[str, list] = {}
+    table: dict[str, list[hardware.Point]] = {}
     for op, size in sorted(least):
         table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
     table["memory"] = table["copy"]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from memo.errors import ConfigError, reason
-from memo.files import cache_place, kept_json
+from memo.files import Json, JsonObject, cache_place, kept_json
+from memo.keys import Value, kind_of
 
 GIB = 2**30
 
@@ -146,7 +146,11 @@ BLACKWELL_TFLOPS = {
     "flash_attn_4 full deterministic backward": (1194, 1381, 1393, 1238)}
 
 
-def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[tuple[int, float]]]:
+Point = tuple[float, float]  # size, and what there is at it
+Part = float | list[Point]  # of a peak, of all sizes or of each
+
+
+def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
     """{operation: [(keys, its part of a peak of `tflops`)]}."""
     return {op: [(keys, rate / tflops) for keys, rate in zip(KEYS_OF_TFLOPS, rates, strict=True)]
             for op, rates in kernels.items()}
@@ -155,7 +159,7 @@ def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, 
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
 # products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
 # memo/backends.py not named
-EFFICIENCY: dict[str, dict[str, Any]] = {
+EFFICIENCY: dict[str, dict[str, Part]] = {
     # the system that was fitted to is one whose messages do not hide
     "ampere": {**AMPERE, **REST, "hidden": 0.0},
     # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, H100 SXM, head dimension 128, 16K, forward causal
@@ -180,9 +184,9 @@ CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
 
 
-def parts_by_size(part: float | list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """[(size, part of a peak)], where one part stands for all sizes."""
-    return part if isinstance(part, list) else [(1, part)]
+def parts_by_size(part: Part, of: float) -> list[Point]:
+    """[(size, part of a peak `of`)], where one part stands for all sizes."""
+    return [(size, of * p) for size, p in (part if isinstance(part, list) else [(1, part)])]
 
 
 class Speeds:
@@ -190,8 +194,9 @@ class Speeds:
     are not listed those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of
     one kernel, at least. `itemsize`: of the dtype that they are for."""
 
-    def __init__(self, table: Mapping[str, Sequence], overhead_s: float = 0.0, itemsize: int = 2) -> None:
-        self.table = {op: sorted(map(tuple, points)) for op, points in table.items()}
+    def __init__(self, table: Mapping[str, Sequence[Point]], overhead_s: float = 0.0,
+                 itemsize: int = 2) -> None:
+        self.table = {op: sorted((size, rate) for size, rate in points) for op, points in table.items()}
         self.overhead_s, self.itemsize = overhead_s, itemsize
 
     def rate(self, op: str, size: float = 1) -> float:
@@ -200,7 +205,8 @@ class Speeds:
         for (a, slow), (b, fast) in pairwise(points):
             if size < b:
                 part = max(0.0, math.log(size / a) / math.log(b / a))
-                return slow ** (1 - part) * fast**part
+                between: float = slow ** (1 - part) * fast**part
+                return between
         return points[-1][1]
 
     def seconds(self, op: str, amount: float, size: float = 1) -> float:
@@ -263,9 +269,9 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"--{kind}={name}: unknown {kind}; the nearest known: {', '.join(near)}")
 
 
-def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -> Machine:
+def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value) -> Machine:
     """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
-    ranks. Any figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
+    ranks. Each figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
     Errors: ConfigError with the nearest names."""
     if "device_memory_bytes" in figures:
         figures["memory_bytes"] = figures.pop("device_memory_bytes")
@@ -291,13 +297,13 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Any) -
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})
-    n, e = replace(NODES[node or g.node], **own), EFFICIENCY[g.architecture]
+    n, peaks = replace(NODES[node or g.node], **own), {"memory": g.memory_bytes_per_s}
+    peaks |= dict.fromkeys(("link", "network", "hidden"), 1.0)  # parts of the node's figures, of 1
+    parts = EFFICIENCY[g.architecture]
+    table = {op: parts_by_size(part, peaks.get(op, g.peak_flops_per_s)) for op, part in parts.items()}
     if ARCHITECTURES[g.architecture] >= LEAST_FP8:  # as large a part of the peak as in bf16: not measured
-        e = e | {FP8_PRODUCTS: FP8_OVER_BF16 * e["matmul"]}
-    products = {op: [(size, part * g.peak_flops_per_s) for size, part in parts_by_size(e[op])]
-                for op in e if op not in REST}
-    links = {op: [(1, e[op])] for op in ("link", "network", "hidden")}  # parts of the node's figures, of 1
-    speeds = Speeds(products | links | {"memory": [(1, e["memory"] * g.memory_bytes_per_s)]}, LAUNCH_S)
+        table[FP8_PRODUCTS] = [(size, FP8_OVER_BF16 * rate) for size, rate in table["matmul"]]
+    speeds = Speeds(table, LAUNCH_S)
     return Machine(gpu, n, int(g.memory_bytes), g.peak_flops_per_s, speeds,
                    capability=ARCHITECTURES[g.architecture], multiprocessors=g.multiprocessors)
 
@@ -324,7 +330,7 @@ def calibration_path(ranks: int) -> Path:
     return folder / f"calibration-{ranks}.json"
 
 
-def calibration(ranks: int) -> dict[str, Any]:
+def calibration(ranks: int) -> JsonObject:
     """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did
     not."""
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
@@ -340,12 +346,13 @@ def calibration(ranks: int) -> dict[str, Any]:
     return measured
 
 
-def number(value: Any, least: float = 1, most: float = 1e24, kinds: tuple[type, ...] = (int, float)) -> bool:
+def number(value: Json, least: float = 1, most: float = 1e24,
+           kinds: tuple[type, ...] = (int, float)) -> bool:
     """Whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
     return type(value) in kinds and least <= value <= most
 
 
-def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
+def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
     """(name, whether its value can be believed) of all that a calibration holds."""
     def whole(name: str, least: int, most: int) -> tuple[str, bool]:
         return name, number(measured.get(name), least, most, (int,))
@@ -358,9 +365,9 @@ def rules(measured: dict[str, Any], ranks: int) -> Iterator[tuple[str, bool]]:
         yield name, name in measured and (measured[name] is None or number(measured[name]))
     capability = measured.get("capability")
     yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
-    node: Any = measured.get("node")
-    speeds: Any = measured.get("speeds")
-    wanted: dict[str, Any] = {f.name: f.type for f in fields(Node)}
+    node: Json = measured.get("node")
+    speeds: Json = measured.get("speeds")
+    wanted = {f.name: kind_of(f) for f in fields(Node)}
     yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
     yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
     operations = OPERATIONS | (MESSAGES if ranks > 1 else set())

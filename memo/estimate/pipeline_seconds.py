@@ -52,7 +52,7 @@ def tied_s(stage: Stage, machine: Machine, world: int) -> float:
 def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
     """The Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
-    cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)["cuts"] or (n_rows(cfg),)
+    cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
     return Ends(embedding_s(cfg, machine, speeds, itemsize), head_s(cfg, machine, speeds, itemsize), send,

@@ -120,7 +120,7 @@ def advice(got: Estimate) -> list[str]:
 # --- for programs ---
 
 
-def as_dict(got: Estimate) -> dict:
+def as_dict(got: Estimate) -> dict[str, object]:
     """The object of --json. device_bytes are a rank's, of several stages that of `stage`; host_bytes a
     node's; None is not known."""
     layer = got.layer
@@ -149,7 +149,7 @@ def as_dict(got: Estimate) -> dict:
                 **stages)
 
 
-def stage_dict(one: Stage) -> dict:
+def stage_dict(one: Stage) -> dict[str, object]:
     """Of a stage: its layers, the bytes of a rank, alpha."""
     lent = dict(lent=[piece._asdict() for piece in one.placement.lent]) if one.cfg.msp else {}
     return dict(layers=list(one.cfg.layers), device_bytes=one.device_bytes, host_bytes=one.host_bytes,

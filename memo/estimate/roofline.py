@@ -345,7 +345,7 @@ class LayerSeconds:
             return 0.0
         own = self.rows / self.tp
         part = {name: (r.stop - r.start) / own for name, r in missing.items()}
-        seconds = sum(part.get(group, 0.0) * s for group, s in self.groups_s.items())
+        seconds: float = sum(part.get(group, 0.0) * s for group, s in self.groups_s.items())
         return seconds + (self.attention_s if part.get(ATTENTION) else 0.0)
 
 

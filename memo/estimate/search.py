@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import inf
-from typing import Any
 
 from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
@@ -19,11 +18,12 @@ from memo.estimate.pipeline_seconds import least_s
 from memo.estimate.room import chosen_if_fits
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import tgs
+from memo.keys import Keys, Value
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
 # the last one does what is best of the others, and is the one that several stages have
-MODES: tuple[dict[str, Any], ...] = (
+MODES: tuple[Keys, ...] = (
     dict(activation="keep"), dict(activation="recompute"), dict(activation="swap"),
     dict(activation="memo", alpha_mode="paper"), dict(activation="memo", alpha_mode="per_tensor"))
 MOST_RANKS, MOST_WORK = 2**14, 2**18  # of a search; layers of all its layouts
@@ -31,7 +31,7 @@ FARTHEST = MODES[1], MODES[-1]  # with the longest contexts: recompute where the
 Suits = Callable[[Estimate], bool]
 
 
-def config_with(cfg: Config, **keys: Any) -> Config | None:
+def config_with(cfg: Config, **keys: Value) -> Config | None:
     """The config with other keys; None where these cannot be."""
     try:
         return replace(cfg, **keys)
@@ -61,12 +61,12 @@ def most_tgs(got: Estimate, machine: Machine) -> float:
     return tgs(tokens, got.world, least_s(got.stages, got.world, layer))
 
 
-def layout_values(cfg: Config) -> tuple:
+def layout_values(cfg: Config) -> tuple[object, ...]:
     """Equal for configs of one layout."""
     return cfg.pp, cfg.tp, cfg.cp, cfg.tensor_parallel, cfg.context_parallel
 
 
-def likeness(got: Estimate) -> tuple:
+def likeness(got: Estimate) -> tuple[object, ...]:
     """Equal for modes that come to the same."""
     return layout_values(got.cfg), got.lines, got.tgs
 
@@ -74,7 +74,7 @@ def likeness(got: Estimate) -> tuple:
 def with_seconds_of_best(fit: Sequence[Estimate], machine: Machine, best: int) -> list[Estimate]:
     """Of Estimates without seconds those that may be among the `best`, with seconds, where they fit with
     these, too: schedules, which take long, run for those first that may be fastest, and for no others."""
-    most, rates = [most_tgs(got, machine) for got in fit], dict[tuple, float]()
+    most, rates = [most_tgs(got, machine) for got in fit], dict[tuple[object, ...], float]()
     found: dict[int, Estimate] = {}
     for k in sorted(range(len(fit)), key=lambda k: -most[k]):
         if len(rates) >= best and most[k] < sorted(rates.values())[-best]:
@@ -111,7 +111,7 @@ def speed(got: Estimate) -> float:
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
-def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = MODES) -> Iterator[Config]:
+def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = MODES) -> Iterator[Config]:
     """Every config that differs in layout, activation mode or the optimizer's place only, and can be; with
     several stages in the subsequences too."""
     depths = stage_numbers(cfg, world)
@@ -130,7 +130,7 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[dict] = M
 
 
 def bounded_layouts(cfg: Config, machine: Machine, world: int,
-                    modes: Sequence[dict] = MODES) -> list[Config]:
+                    modes: Sequence[Keys] = MODES) -> list[Config]:
     """layouts() to search. Errors: ConfigError: to estimate all would take hours."""
     if world > MOST_RANKS:
         raise ConfigError(f"--gpus={world} must be at most {MOST_RANKS} for --search (else each layout "
@@ -148,7 +148,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
     """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`;
     with stages that help each other (msp) where these are faster so. Where none fits, the one that takes the
     least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
-    seen: set[tuple] = set()
+    seen: set[tuple[object, ...]] = set()
     every, judged = bounded_layouts(cfg, machine, world), 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
                           "looked at closely"):
@@ -244,13 +244,13 @@ def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits)
 
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-                       best: int = 5, modes: Sequence[dict] = FARTHEST,
+                       best: int = 5, modes: Sequence[Keys] = FARTHEST,
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
     """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
     longest first; judged by the fast bound, the longest by `arena`, too. Empty where no layout fits."""
     every, tried, alone = bounded_layouts(cfg, machine, world, modes), 0, untimed(machine)
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
-    found: dict[tuple, Estimate] = {}
+    found: dict[tuple[object, ...], Estimate] = {}
 
     def length(got: Estimate) -> tuple[int, float]:
         return got.cfg.block_size, speed(got)
@@ -285,7 +285,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
     one a shorter context."""
     cfg, machine, world, cpu = got.asked, got.machine, got.world, dict(optimizer_device="cpu")
-    changes: list[dict] = [
+    changes: list[Keys] = [
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
         dict(context_parallel="ulysses"), dict(batch_size=cfg.batch_size // 2), dict(cp=2 * cfg.cp),
         dict(tp=2 * cfg.tp), dict(tp=cfg.tp // 2, cp=2 * cfg.cp), dict(tp=2 * cfg.tp, cp=cfg.cp // 2)]

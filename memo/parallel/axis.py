@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from memo.device import synchronize
-from memo.parallel.notes import Notes
 
-FOREVER = timedelta(days=365)  # for a message: a rank may wait for a forward of hours; Pulse finds lost ranks
+T = TypeVar("T")
+FOREVER = timedelta(days=365)  # for a message: a forward may take hours; start_pulse() finds lost ranks
 # of a long first message: NCCL connects each of its algorithms, and takes memory, at its first use
 FIRST_BYTES = 2**25
 # the second name is that before torch 2.13
@@ -50,26 +50,30 @@ class Work(Protocol):
 class InThread:
     """A message that a thread waits for."""
 
-    done: Future
+    done: Future[list[object]]
 
     def wait(self) -> object:
         """Waits until the message is through; raises what the thread raised."""
         return self.done.result()
 
 
-class Works:
+class Works(Generic[T]):
     """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
     The tensors must stay until then, and so must the Works."""
 
-    def __init__(self, works: Sequence[Work], sent: Any, received: Any) -> None:
+    def __init__(self, works: Sequence[Work], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """`received`, which from now on belongs to the caller."""
         for work in self.works:
             work.wait()
-        received, self.works, self.sent, self.received = self.received, (), None, None
+        received, self.works = self.received, ()
+        del self.sent, self.received
         return received
+
+
+Hop = Works[list[torch.Tensor]]  # of what the rank before sends
 
 
 # gloo releases its tensors, and buffers of its own, some time after wait(). The memory plan needs the
@@ -86,8 +90,8 @@ def borrowed(t: torch.Tensor) -> torch.Tensor:
 CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 
-def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
-                     group: dist.ProcessGroup) -> Any:
+def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: torch.Tensor,
+                     group: dist.ProcessGroup) -> Work:
     """The work of call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
     return CALLER.submit(start).result() if sent.is_cpu else start()
@@ -96,24 +100,22 @@ def start_collective(call: Callable, received: torch.Tensor, sent: torch.Tensor,
 @dataclass
 class Axis:
     """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
-    are uninitialised: shapes, memory requests and bytes are as with a group. `notes`: where such an Axis
-    writes down what it is asked for; `sender`: over gloo the thread that shifts; `line`: its name in CAME;
-    `store`: by which the ranks have met. Tensors are contiguous."""
+    are uninitialised: shapes, memory requests and bytes are as with a group. `sender`: over gloo the thread
+    that shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are contiguous."""
 
     name: str
     size: int = 1
     rank: int = 0
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     sent_bytes: int = field(default=0, compare=False)
-    notes: Notes | None = field(default=None, compare=False)
     line: str = field(default="", compare=False)
     store: dist.Store | None = field(default=None, compare=False)
     sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
                                        compare=False, repr=False)
 
-    def start(self, kind: str, sent_bytes: int, call: Callable, received: torch.Tensor, sent: torch.Tensor,
-              **ends: int) -> Works:
-        """Works of call(received, sent). `kind`, `ends`: see Notes.post()."""
+    def start(self, kind: str, sent_bytes: int, call: Callable[..., Work], received: torch.Tensor,
+              sent: torch.Tensor, **ends: int) -> Works[torch.Tensor]:
+        """Works of call(received, sent). `kind`, `ends`: see noted()."""
         self.sent_bytes += sent_bytes
         if self.group is None:
             works = self.noted(kind, sent.nbytes, **ends)
@@ -123,10 +125,10 @@ class Axis:
         return Works(works, sent, received)
 
     def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
-        """What stands for the works of a message that nobody sends."""
-        return () if self.notes is None or nbytes == 0 else [self.notes.post(kind, nbytes, **ends)]
+        """What stands for the works of a message that nobody sends: see testing/notes.py."""
+        return ()
 
-    def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
+    def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
         """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
         if out is None:
             out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
@@ -136,7 +138,7 @@ class Axis:
         """(size, *x.shape): every rank's x."""
         return self.start_gather(x).wait()
 
-    def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works:
+    def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
         """Works of `out`: the sum over all ranks of this rank's part of x, (size, ...) or flat. `out` may
         be that part."""
         if out is None:
@@ -148,7 +150,7 @@ class Axis:
         """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
         return self.start_scatter_sum(x).wait()
 
-    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    def sum(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
         """x, in place: the sum over all ranks."""
         if self.size > 1:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
@@ -173,7 +175,7 @@ class Axis:
         sent_bytes = x.nbytes // self.size * (self.size - 1)
         return self.start("exchange", sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
 
-    def start_broadcast(self, x: torch.Tensor, owner: int) -> Works:
+    def start_broadcast(self, x: torch.Tensor, owner: int) -> Works[torch.Tensor]:
         """Works of x, which rank `owner` sends, and which is written over on the others."""
         # as a ring, which ends before it comes back to the owner
         nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
@@ -181,14 +183,14 @@ class Axis:
                           lambda here, _, **how: dist.broadcast(here, group_src=owner, **how),
                           x, x, source=owner)
 
-    def start_reduce(self, x: torch.Tensor, owner: int) -> Works:
+    def start_reduce(self, x: torch.Tensor, owner: int) -> Works[torch.Tensor]:
         """Works of x, which on rank `owner` becomes the sum over all ranks, and is used up on the others."""
         nbytes = 0 if self.rank == owner else x.nbytes
         return self.start("reduce", nbytes,
                           lambda here, _, **how: dist.reduce(here, group_dst=owner, **how),
                           x, x, to=owner)
 
-    def shift(self, *tensors: torch.Tensor) -> Works:
+    def shift(self, *tensors: torch.Tensor) -> Hop:
         """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends. Shifts
         are done one after the other: one may send what the one before it brings, without a wait for that."""
         nbytes = sum(t.nbytes for t in tensors)
@@ -205,15 +207,16 @@ class Axis:
         done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
         return Works([InThread(done)], tensors, here)
 
-    def send(self, *tensors: torch.Tensor) -> Works:
+    def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to send tensors to the other rank of two -> Works of them."""
         return self.to_other("send", dist.isend, tensors)
 
-    def receive(self, *out: torch.Tensor) -> Works:
+    def receive(self, *out: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Works of `out`, which the other rank of two sends."""
         return self.to_other("receive", dist.irecv, out)
 
-    def to_other(self, kind: str, call: Callable, tensors: Sequence[torch.Tensor]) -> Works:
+    def to_other(self, kind: str, call: Callable[..., Work],
+                 tensors: Sequence[torch.Tensor]) -> Works[Sequence[torch.Tensor]]:
         end, other = ("to" if kind == "send" else "source"), 1 - self.rank
         nbytes = sum(x.nbytes for x in tensors)
         self.sent_bytes += nbytes * (kind == "send")
@@ -235,17 +238,17 @@ class Axis:
         synchronize(device)
         self.sent_bytes = 0
 
-    def another(self) -> Any:
+    def another(self) -> dist.ProcessGroup | None:
         """Another gloo group of the same ranks, for a second thread; None for a single rank."""
         if self.size == 1:
             return None
         return dist.new_group(dist.get_process_group_ranks(self.group), FOREVER, "gloo")
 
-    def objects(self, value: Any) -> list:
+    def objects(self, value: T) -> list[T]:
         """[the value of each rank]; anything that can be pickled."""
         if self.group is None:
             return [value]
         come(self.line, "objects")
-        values = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

@@ -10,14 +10,13 @@ several ranks. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
 wait for a GPU.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import gcd
 
 import torch
 
-from memo.attention import Attention, Gradients, Result
+from memo.attention import Attention, Gradients, Meanwhile, Merge, Result
 from memo.config import Config
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
@@ -89,9 +88,9 @@ def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visi
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
 
 
-def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Callable, q: torch.Tensor,
+def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Merge, q: torch.Tensor,
                  k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, coming: Visits | None = None,
-                 meanwhile: Callable = nothing) -> Result:
+                 meanwhile: Meanwhile = nothing) -> Result:
     assert causal  # meeting_parts() knows no other
     T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
     coming = coming or ring_start(axis, ahead, *kv)
@@ -111,7 +110,7 @@ def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Callable, 
 
 def ring_backward(attention: Attention, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor,
                   k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
-                  scale: float, coming: Visits | None = None, meanwhile: Callable = nothing) -> Gradients:
+                  scale: float, coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     assert causal
     T, coming = q.shape[1], coming or ring_start(axis, ahead, k, v)
@@ -175,7 +174,7 @@ def summed(g: torch.Tensor, H: int) -> torch.Tensor:
     return g.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(g.dtype)
 
 
-def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Callable,
+def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Merge,
                          ahead: int = 1) -> Attention:
     """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
     ops.Ops; `ahead`: blocks of keys and values that are on their way beside the one in use."""

@@ -5,10 +5,9 @@ arguments, by the role that their ranks have.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from memo.launch import Launch, connection_errors, process_group
 from memo.layout import communicators
 from memo.msp import Help, helping_pairs
-from memo.parallel.axis import FOREVER, Axis
-from memo.parallel.notes import Communicator, Notes, Program
+from memo.parallel.axis import FOREVER, Axis, T
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,12 @@ class Mesh:
 
     def silent(self) -> "Mesh":
         """The same mesh, which sends nothing."""
-        def of(a: Any) -> Any:
-            if isinstance(a, dict):
-                return {name: of(axis) for name, axis in a.items()}
-            return Link(of(a.x), of(a.dx)) if isinstance(a, Link) else Axis(a.name, a.size, a.rank)
-        return Mesh(*map(of, vars(self).values()))
+        def bare(a: Axis) -> Axis:
+            return Axis(a.name, a.size, a.rank)
+        axes = {name: bare(a) for name, a in vars(self).items() if isinstance(a, Axis)}
+        before, behind = (Link(bare(link.x), bare(link.dx)) for link in (self.before, self.behind))
+        lanes = {name: bare(a) for name, a in self.lanes.items()}
+        return Mesh(**axes, before=before, behind=behind, lanes=lanes)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -108,7 +107,7 @@ class Mesh:
                 axis.sent_bytes = 0
         return sent
 
-    def of_stages(self, value: Any) -> list:
+    def of_stages(self, value: T) -> list[T]:
         """[the value of each stage's first rank] on rank 0, on the others empty; all first ranks must call
         it. Values may be large: nobody else sends or gets any."""
         first = range(0, self.host.size, self.peers.size)
@@ -116,9 +115,9 @@ class Mesh:
             dist.send_object_list([value], group=self.host.group, group_dst=0)
         if self.host.rank > 0:
             return []
-        values: list = [value]
+        values = [value]
         for rank in first[1:]:
-            received: list = [None]
+            received = [value]
             dist.recv_object_list(received, group=self.host.group, group_src=rank)
             values += received
         return values
@@ -151,28 +150,18 @@ def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, li
                 peers=ranks.view(pp, -1).tolist())
 
 
-def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1, **others: Any) -> Mesh:
+def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1) -> Mesh:
     """The Mesh of a rank, by the names of its axes. An axis that is not among them has this rank alone."""
-    roles = dict(weights="tp", hops="hops", tokens="cp", replicas="data", shards="shards", world="world")
+    def role(name: str) -> Axis:
+        return axes.get(name) or Axis(name)
     dp = host.size // (pp * cp * tp)
-    made: dict[str, Any] = {role: axes[name] for role, name in roles.items() if name in axes}
-    return Mesh(**made | {"peers": host} | others, dp=Axis("dp", dp, host.rank // (cp * tp) % dp), host=host,
+    return Mesh(weights=role("tp"), hops=role("hops"), tokens=role("cp"), replicas=role("data"),
+                shards=role("shards"), world=role("world"), tied=role("tied"), host=host,
+                peers=axes.get("peers", host), dp=Axis("dp", dp, host.rank // (cp * tp) % dp),
                 pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
 
 
-def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
-    """The Mesh of one of dp * cp * tp ranks, with nobody at the other ends, and the Program that grows with
-    what its axes are asked for."""
-    lines, program = lines_of(tp, cp, dp, metp), Program()
-    axes: dict[str, Axis] = {}
-    for name, carrier in communicators(tp, cp, dp, metp).items():
-        [mine] = [line for line in lines[name] if rank in line]
-        notes = Notes(program, Communicator(carrier, tuple(mine)))
-        axes[name] = Axis(name, len(mine), mine.index(rank), notes=notes)
-    return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
-
-
-def options_of(name: str, backend: str) -> Any:
+def options_of(name: str, backend: str) -> object:
     """What NCCL is told of an axis: hops that hide behind attention start before its blocks that are not
     running yet."""
     if backend != "nccl":
@@ -183,7 +172,7 @@ def options_of(name: str, backend: str) -> Any:
 
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
-              carrier: Any = None, backend: str = "") -> Axis | None:
+              carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
     """The Axis of the line that has this rank, if one has; all ranks must call it. Sends the first messages
     of these `kinds`: so communicators take their memory of the device now, and a network that carries no
     messages is found. `carrier`: the group, where another axis has one that serves."""
@@ -210,30 +199,32 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     dp = host.size // (pp * cp * tp)
     lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
+
+    def add(name: str, lines: list[list[int]], kinds: Iterable[str],
+            carrier: dist.ProcessGroup | None = None, backend: str = "") -> None:
+        if axis := open_axis(name, host, lines, kinds, device, carrier, backend):
+            axes[name] = axis
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, shards=["gather"], world=["sum"])
     for name, carrier in communicators(tp, cp, dp, metp, pp, layers_come).items():
-        group = None if carrier == name else axes[carrier].group
-        axis = open_axis(name, host, lines[name], kinds[name], device, group)
-        assert axis is not None  # every rank is in a line
-        axes[name] = axis
-    others: dict[str, Any] = {}
+        add(name, lines[name], kinds[name], None if carrier == name else axes[carrier].group)
+    links: dict[str, Link] = {}
     if pp > 1:
-        others = {"peers": open_axis("peers", host, lines["peers"], [], device, backend="gloo")}
+        add("peers", lines["peers"], [], backend="gloo")
         ranks = lines["peers"]  # of each stage
         for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
             x, dx = (open_axis("pp", host, pairs, ["shift"], device) for _ in range(2))
             if x and dx:
-                others["behind" if host.rank in a else "before"] = Link(x, dx)
+                links["behind" if host.rank in a else "before"] = Link(x, dx)
         if tied:
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
-            if ends := open_axis("tied", host, pairs, ["sum"], device):
-                others["tied"] = ends
+            add("tied", pairs, ["sum"])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return mesh_of_axes(axes, tp, cp, host, pp, **others)
+    return replace(mesh_of_axes(axes, tp, cp, host, pp), before=links.get("before", Link()),
+                   behind=links.get("behind", Link()))
 
 
 def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None:

@@ -16,14 +16,14 @@ algorithms 1 to 6.
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 
 from memo.activations import Weights
 from memo.layer import METP_ROWS
-from memo.matmul import Matmul
-from memo.parallel.axis import Axis, Works
+from memo.matmul import Linear, Matmul, Part, Rows
+from memo.parallel.axis import Axis, Hop, T, Works
 from memo.parallel.rows import cut
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
@@ -46,16 +46,16 @@ def row_pieces(n: int) -> list[slice]:
     return cut(0, n, most=METP_ROWS)
 
 
-def hidden_of(matmul: Matmul, x: Any, ins: Sequence[tuple], like: torch.Tensor) -> list[torch.Tensor]:
+def hidden_of(matmul: Matmul, x: Rows, ins: Sequence[Linear], like: torch.Tensor) -> list[torch.Tensor]:
     """x w^T + b of several linears [(w, b or None)], with as many rows as `like`, of its dtype."""
     return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
 
-def linears(matrices: Sequence[Any]) -> tuple[list[tuple], Any]:
+def linears(matrices: Sequence[Part]) -> tuple[list[Linear], Part]:
     """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of
     an MLP: each bias follows its matrix."""
     *front, last = matrices
-    ins: list[tuple] = []
+    ins: list[Linear] = []
     for t in front:
         if t.dim() == 1:
             ins[-1] = ins[-1][0], t
@@ -64,14 +64,14 @@ def linears(matrices: Sequence[Any]) -> tuple[list[tuple], Any]:
     return ins, last
 
 
-def own_and_others(matmul: Matmul, own: Sequence[Any], visits: Visits) -> Iterator[Sequence[Any]]:
+def own_and_others(matmul: Matmul, own: Sequence[Part], visits: Visits) -> Iterator[Sequence[Part]]:
     """The matrices of each rank in turn, a rank's own first. While these are used no others are, so that two
     parts may be on their way."""
     visits.post(2)
     return chain([own], map(lambda part: [*map(matmul.arrived, part, own)], visits))
 
 
-def metp_mlp_forward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed: Normed,
+def metp_mlp_forward(matmul: Matmul, own: Sequence[Part], visits: Visits, normed: Normed,
                      activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
     `own`: the rank's part of the matrices, of which `visits` has what is carried. Source: METP, algorithm
@@ -83,7 +83,7 @@ def metp_mlp_forward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed:
     return out
 
 
-def part_forward(matmul: Matmul, matrices: Sequence[Any], normed: Normed, activation: Activation,
+def part_forward(matmul: Matmul, matrices: Sequence[Part], normed: Normed, activation: Activation,
                  residual: torch.Tensor, out: torch.Tensor) -> None:
     """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
     rows."""
@@ -95,13 +95,13 @@ def part_forward(matmul: Matmul, matrices: Sequence[Any], normed: Normed, activa
         del hidden, product  # before the next piece's
 
 
-def metp_mlp_backward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed: Normed,
+def metp_mlp_backward(matmul: Matmul, own: Sequence[Part], visits: Visits, normed: Normed,
                       activation: Activation, dy: torch.Tensor, dws: Sequence[torch.Tensor],
-                      dx: torch.Tensor) -> Works | None:
+                      dx: torch.Tensor) -> Hop | None:
     """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
     matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
     algorithm 2."""
-    travelling: Works | None = None  # gradients of the part that comes next, at last those of the own one
+    travelling: Hop | None = None  # gradients of the part that comes next, at last those of the own one
     for matrices in own_and_others(matmul, own, visits):
         first = matrices is own
         gradients = dws if first else [*map(torch.zeros_like, dws)]
@@ -114,7 +114,7 @@ def metp_mlp_backward(matmul: Matmul, own: Sequence[Any], visits: Visits, normed
     return travelling
 
 
-def part_backward(matmul: Matmul, matrices: Sequence[Any], gradients: Sequence[torch.Tensor],
+def part_backward(matmul: Matmul, matrices: Sequence[Part], gradients: Sequence[torch.Tensor],
                   normed: Normed, activation: Activation, dy: torch.Tensor, dx: torch.Tensor,
                   write: bool) -> None:
     """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
@@ -195,15 +195,15 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return pieces
 
 
-class Matrices(Mapping[str, Any]):
+class Matrices(Mapping[str, Part]):
     """{name: a group's columns of parameter `name`}. A matrix that is asked for is waited for first, with its
     bias."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, Any] = {}
-        self.works = defaultdict[str, list[Works]](list)  # by the first letter of the names
+        self.columns: dict[str, Part] = {}
+        self.works = defaultdict[str, list[Works[torch.Tensor]]](list)  # by the first letter of the names
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Part:
         for work in self.works.pop(name[0], ()):
             work.wait()
         return self.columns[name]
@@ -221,9 +221,8 @@ class Broadcasts:
     keys_at(group) alone. behind(group) is called when a group's are posted. `own`: {name of a parameter: the
     rank's part of it}."""
 
-    def __init__(self, matmul: Matmul, axis: Axis, own: dict[str, Any], groups: Sequence[Heads], D: int,
-                 keys_at: Callable[[Heads], bool] = lambda group: True,
-                 behind: Callable[[Heads], None] = lambda group: None) -> None:
+    def __init__(self, matmul: Matmul, axis: Axis, own: dict[str, Part], groups: Sequence[Heads], D: int,
+                 keys_at: Callable[[Heads], bool], behind: Callable[[Heads], None]) -> None:
         self.matmul, self.axis, self.own, self.groups, self.D = matmul, axis, own, groups, D
         self.keys_at, self.behind = keys_at, behind
         self.coming = [self.start(groups[0])]
@@ -260,13 +259,13 @@ class Projection:
     column of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's
     dtype."""
 
-    def __init__(self, matmul: Matmul, axis: Axis, mine: Any, bias: torch.Tensor | None, x: torch.Tensor,
+    def __init__(self, matmul: Matmul, axis: Axis, mine: Part, bias: torch.Tensor | None, x: torch.Tensor,
                  a: torch.Tensor, out: torch.Tensor) -> None:
         self.matmul, self.mine, self.p = matmul, mine, (p := axis.size)
         self.posts = map(axis.start_gather, matmul.carried(mine).tensor_split(p))
-        self.coming, self.here = deque[Works](), list[torch.Tensor]()
+        self.coming, self.here = deque[Works[torch.Tensor]](), list[torch.Tensor]()
         self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
-        self.ready = list[Any]()  # the parts, as the products take them
+        self.ready = list[Rows]()  # the parts, as the products take them
         self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
 
     def start(self, pieces: int) -> None:
@@ -289,17 +288,17 @@ class Projection:
             self.out += self.bias
 
 
-class Ahead:
+class Ahead(Generic[T]):
     """Iterating gives the items of an iterator; prepare() makes some before their turn."""
 
-    def __init__(self, items: Iterator) -> None:
-        self.items, self.ready = items, deque[Any]()
+    def __init__(self, items: Iterator[T]) -> None:
+        self.items, self.ready = items, deque[T]()
 
     def prepare(self, n: int = 1) -> None:
         """Makes items until n are ready, as far as there are so many."""
         self.ready.extend(islice(self.items, max(0, n - len(self.ready))))
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[T]:
         self.prepare()
         while self.ready:
             yield self.ready.popleft()
@@ -312,7 +311,7 @@ class Reductions:
 
     def __init__(self, axis: Axis, dw: Weights, D: int) -> None:
         self.axis, self.dw, self.D = axis, dw, D
-        self.under_way: list[tuple[Heads, Works, torch.Tensor | None]] = []
+        self.under_way: list[tuple[Heads, Works[torch.Tensor], torch.Tensor | None]] = []
 
     def places(self, group: Heads, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """{name: fp32 tensor to add the group's gradient to}."""
@@ -339,7 +338,7 @@ class Reductions:
             if before is not None and group.q.start >= before.q.start:
                 later.append((group, work, own))
                 continue
-            total: Any = work.wait()
+            total = work.wait()
             if own is not None:
                 own += total
         self.under_way = later

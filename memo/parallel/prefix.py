@@ -17,16 +17,15 @@ Where stages compute for each other, a subsequence may have several slices, with
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
 from memo.activations import Pieces
-from memo.attention import Attention, Result, slices_of_heads
-from memo.parallel.axis import Axis, Works
+from memo.attention import Attention, Merge, Result, slices_of_heads
+from memo.parallel.axis import Axis, Hop
 from memo.parallel.cp import meeting_parts, summed, to_heads, to_tokens
 
 PrefixAttention = namedtuple("PrefixAttention", "forward backward to_pieces from_pieces ranks")
@@ -105,14 +104,13 @@ def rows_met(pieces: Pieces, last: Meeting) -> slice:
     return last[0] if len(pieces) == 1 else EVERYTHING
 
 
-def pieces_forward(attention: Attention, merge: Callable, q: torch.Tensor, pieces: Pieces, scale: float,
+def pieces_forward(attention: Attention, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
                    last: Meeting = DIAGONAL) -> Result:
     """Of the rows_met: out, fp32 where there are several pieces, and lse."""
-    out: Any = None
     for number, (k, v) in enumerate(pieces, 1):
         queries, keys, causal = last if number == len(pieces) else FULL
         out_, lse_ = attention.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale)
-        if out is None:
+        if number == 1:
             out, lse = out_, lse_
         else:
             out = out.float()
@@ -125,7 +123,6 @@ def pieces_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
                     out: torch.Tensor, lse: torch.Tensor, scale: float,
                     last: Meeting = DIAGONAL) -> torch.Tensor:
     """dq of the rows_met, fp32 where there are several pieces; adds to `sums`."""
-    dq: Any = None
     for number, ((k, v), totals) in enumerate(zip(pieces, sums, strict=True), 1):
         queries, keys, causal = last if number == len(pieces) else FULL
         dq_, *dkv = attention.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
@@ -133,7 +130,7 @@ def pieces_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
         for total, g in zip(totals, dkv, strict=True):
             total[:, keys].add_(g)
         del g, dkv
-        if dq is None:
+        if number == 1:
             dq = dq_
         else:
             dq = dq.float()
@@ -180,7 +177,7 @@ def in_slices(prefix: PrefixAttention, slices: Sequence[int]) -> PrefixAttention
 def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
     """(rank, what it gave as `own`) of the other ranks, one after the other. `own` leaves at once; the next
     ones come while the caller computes."""
-    def come(hop: Works) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    def come(hop: Hop) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
         for step in range(1, axis.size):
             here = hop.wait()
             if step < axis.size - 1:
@@ -189,14 +186,12 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, Sequence[tor
     return come(axis.shift(*(t.contiguous() for t in own)))
 
 
-def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, pieces: Pieces,
+def passing_forward(attention: Attention, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
                     scale: float) -> Result:
     attend, (B, T, H, _) = partial(pieces_forward, attention, merge), q.shape
     coming = visitors(axis, q)
-    before: Any = None
-    home: Any = None
-    if len(pieces) > 1:
-        before = attend(q, pieces[:-1], scale, FULL)
+    before = attend(q, pieces[:-1], scale, FULL) if len(pieces) > 1 else None
+    home: Hop | None = None
     for rank, (q_,) in coming:
         last = meeting_parts(axis.rank, rank, T)
         rows, found = rows_met(pieces, last), attend(q_, pieces, scale, last)
@@ -213,6 +208,7 @@ def passing_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.
     out = out.float()
     if before is not None:
         merge(out, lse, *before)
+    assert home is not None  # there are other ranks
     merge(out, lse, *home.wait())
     return out, lse
 
@@ -221,10 +217,8 @@ def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
                      sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float) -> torch.Tensor:
     attend = partial(pieces_backward, attention)
     coming = visitors(axis, dout, q, out, lse)
-    before: Any = None
-    home: Any = None
-    if len(pieces) > 1:
-        before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, FULL)
+    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, FULL) if len(pieces) > 1 else None
+    home: Hop | None = None
     for rank, (dout_, q_, out_, lse_) in coming:
         last = meeting_parts(axis.rank, rank, q.shape[1])
         found = attend(dout_, q_, pieces, sums, out_, lse_, scale, last)
@@ -236,12 +230,13 @@ def passing_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: to
     dq = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale).float()
     if before is not None:
         dq.add_(before)
+    assert home is not None
     return dq.add_(*home.wait())
 
 
 # --- Ulysses: pieces of all tokens, of a rank's heads ---
 
-def dealt_forward(attention: Attention, axis: Axis, merge: Callable, q: torch.Tensor, pieces: Pieces,
+def dealt_forward(attention: Attention, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
                   scale: float) -> Result:
     B, T, H, _ = q.shape
     out, lse = pieces_forward(attention, merge, to_heads(axis, q), pieces, scale)
@@ -277,7 +272,7 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
     return k.copy_(dk), v.copy_(dv)
 
 
-def over_prefix(attention: Attention, axis: Axis, kind: str, merge: Callable) -> PrefixAttention:
+def over_prefix(attention: Attention, axis: Axis, kind: str, merge: Merge) -> PrefixAttention:
     """`attention`, of one rank, over a prefix whose tokens all ranks of `axis` share. `kind`: ring or
     ulysses; `merge`: that of an ops.Ops."""
     if axis.size == 1:

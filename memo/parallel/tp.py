@@ -16,12 +16,11 @@ rows are under way at once: the messages of one travel while the other computes.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from memo.layer import Parameter
-from memo.matmul import Matmul
+from memo.matmul import Matmul, Rows
 from memo.parallel.axis import Axis, Works
 from memo.parallel.rows import chunks, cut
 
@@ -33,14 +32,15 @@ def pieces_at_once(axis: Axis, device: torch.device) -> int:
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
-def in_turns(axis: Axis, device: torch.device, first: int, end: int, work: Callable) -> None:
+def in_turns(axis: Axis, device: torch.device, first: int, end: int,
+             work: Callable[[slice], Iterator[None]]) -> None:
     """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
     message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
     tensor they add in their order."""
     at_once = pieces_at_once(axis, device)
-    under_way: deque[Iterator] = deque()
+    under_way: deque[Iterator[None]] = deque()
 
-    def go_on(piece: Iterator) -> None:
+    def go_on(piece: Iterator[None]) -> None:
         if next(piece, "ended") != "ended":
             under_way.append(piece)
     for r in cut(first, end, axis.size, at_once):
@@ -72,15 +72,15 @@ def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
 # column-parallel: y = x w^T + b, where each rank has some of y's columns
 
 # (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
-def column_linear_forward(matmul: Matmul, x: Any, w: torch.Tensor, b: torch.Tensor | None,
+def column_linear_forward(matmul: Matmul, x: Rows, w: torch.Tensor, b: torch.Tensor | None,
                           out: torch.Tensor) -> torch.Tensor:
     matmul.forward(x, w, out.transpose(0, 1), b)
     return out
 
 
-def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Any,
+def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Rows,
                            ws: list[torch.Tensor], dws: list[torch.Tensor],
-                           dbs: list[torch.Tensor | None]) -> Works:
+                           dbs: list[torch.Tensor | None]) -> Works[torch.Tensor]:
     """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
     x up."""
     x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
@@ -95,7 +95,7 @@ def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], 
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Any, w: torch.Tensor,
+def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Rows, w: torch.Tensor,
                        b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: a tensor, or whatever makes rows r of one as x[r]."""
     def piece(r: slice) -> Iterator[None]:
@@ -113,7 +113,7 @@ def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: An
 
 
 # (tp, n, C) -> dx (n, tp, I/tp), over `out`, by default matmul.place() of x
-def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Any, w: torch.Tensor, dw: torch.Tensor,
+def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tensor, dw: torch.Tensor,
                         out: torch.Tensor | None = None) -> torch.Tensor:
     taken = matmul.gradients(dy)
     matmul.weight_gradient(dw, taken, matmul.rows(x.transpose(0, 1)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memo.parallel.axis import Axis, Works
+from memo.parallel.axis import Axis, Hop
 
 
 class Visits:
@@ -15,7 +15,7 @@ class Visits:
 
     def __init__(self, axis: Axis, *mine: torch.Tensor, ahead: int = 1) -> None:
         self.axis, self.ahead, self.left = axis, ahead, axis.size - 1
-        self.hops = deque[Works]()
+        self.hops = deque[Hop]()
         self.last: Sequence[torch.Tensor] = mine  # what the next hop sends
         self.post(ahead)
 
@@ -32,6 +32,6 @@ class Visits:
     def __next__(self) -> list[torch.Tensor]:
         if not self.hops:
             raise StopIteration
-        here: list[torch.Tensor] = self.hops.popleft().wait()
+        here = self.hops.popleft().wait()
         self.post(self.ahead)
         return here

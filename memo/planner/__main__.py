@@ -3,14 +3,13 @@
 import sys
 from argparse import Namespace
 from dataclasses import asdict
-from typing import Any
 
 from memo.command import Arguments, end_with_reader, progress, run
-from memo.dsa.problem import ALIGNMENT_BOUNDS, SOLVERS, TIME_LIMIT_BOUNDS
+from memo.dsa.problem import solver_options
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_json
-from memo.planner.plan import Plan, bilevel, one_level, requests_of
-from memo.planner.trace import LogError, Trace, marked, parse_trace
+from memo.planner.plan import Plan, plan_trace
+from memo.planner.trace import LogError, Trace, parse_trace, requests_of
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -18,17 +17,15 @@ def read_argv(argv: list[str]) -> Namespace:
                        "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
-    parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
-    parser.option("--alignment", int, 512, "bytes; torch has 512 on CUDA", **ALIGNMENT_BOUNDS)
-    parser.option("--time_limit", float, 60.0, "seconds of work for each problem", **TIME_LIMIT_BOUNDS)
+    solver_options(parser, 512, " for each problem")
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
 
 
-def record(plan: Plan, trace: Trace) -> dict[str, Any]:
+def record(plan: Plan, trace: Trace) -> dict[str, object]:
     """Make the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
     names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
-             for label, its in marked(trace).segments.items()}
+             for label, its in trace.segments.items()}
     return asdict(plan) | dict(segments={
         label: [(name, *place) for name, place in zip(names[label], places, strict=True)]
         for label, places in plan.segments.items()})
@@ -44,11 +41,11 @@ def main(argv: list[str]) -> None:
         except (OSError, ValueError) as e:
             raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
         trace = parse_trace(text, args.log)
-    if not requests_of(marked(trace))[0]:
+    if not any(r.planned for r in requests_of(trace)[0]):
         raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
     n, limit = len(trace.events), args.time_limit
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
-        plan = (one_level if args.one_level else bilevel)(trace, args.solver, args.alignment, limit)
+        plan = plan_trace(trace, args.solver, args.alignment, limit, args.one_level)
     try:
         save_json(record(plan, trace), args.output)
     except OSError as e:

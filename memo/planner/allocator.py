@@ -20,16 +20,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_folder, cache_place, keep, kept, open_file, regular
+from memo.files import cache_place, keep, kept, open_file, regular
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
 
+Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")
 Planned = namedtuple("Planned", "trace plan")
 Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
@@ -121,7 +122,7 @@ class NoArena:
 
     plans = ()
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         return work(*args)
 
     def settle(self) -> bool:
@@ -159,7 +160,7 @@ class Arena:
         if self.stats().requests != 1:
             raise Unavailable("this torch's allocator has another interface")
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
         not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
@@ -205,7 +206,7 @@ class Arena:
 
     def replay(self, trace: Trace) -> None:
         """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
-        plan = cached_plan(trace, cache_folder(), self.solver, ALIGNMENT[self.device.type])
+        plan = cached_plan(trace, cache_place()[0], self.solver, ALIGNMENT[self.device.type])
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.backends import workspaces
-from memo.planner.allocator import Arena, NoArena
+from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.protocols import Model
 from memo.schedule.streams import open_streams
@@ -35,7 +37,7 @@ class Rehearsal(NoArena):
         self.first: dict[str, str] = {}
         self.order: dict[str, str] = {}
 
-    def run(self, label: str, work: Callable, *args: Any) -> None:
+    def run(self, label: str, work: Callable, *args: object) -> Any:
         name, _, unit = label.rpartition(" ")
         layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
         if subsequence and self.subsequences and int(subsequence) not in self.subsequences:
@@ -143,7 +145,7 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 @cache
-def kind_of(func: Any) -> tuple[str, list[str], int]:
+def kind_of(func: OpOverload) -> tuple[str, list[str], int]:
     """What an operation does with tensors: ("writes", "views" or "makes", the arguments that it writes, how
     many results it has, which are the first of these where it makes none)."""
     results = [r.alias_info for r in func._schema.returns]
@@ -153,7 +155,7 @@ def kind_of(func: Any) -> tuple[str, list[str], int]:
     return "makes" if makes else "writes" if written else "views", written, len(results)
 
 
-def described(value: Any) -> Any:
+def described(value: object) -> object:
     """Equal for arguments of an operation that give results of the same shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
@@ -173,12 +175,12 @@ class FakeArena(TorchDispatchMode):
 
     def __init__(self, requests: RequestsOf | None = None) -> None:
         super().__init__()
-        self.requests, self.ids = requests, 0
+        self.requests, self.ids = requests, count(1)
         self.log: list[Entry] = []
-        self.makers: dict[tuple, list[Callable[[], Any]]] = {}
+        self.makers: dict[tuple, list[Callable[[], torch.Tensor | None]]] = {}
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
-    def run(self, label: str, work: Callable, *args: Any) -> Any:
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         self.log.append(("begin", label, 0))
         with self:
             result = work(*args)
@@ -189,17 +191,15 @@ class FakeArena(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # or torch's compiler, which never sees this, would be told to leave it alone each time
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
-                           kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
+                           kwargs: dict | None = None) -> object:
         result = self.result(func, args, kwargs or {})
-        own = []
-        for nbytes in self.requests(func.name(), args) if self.requests else ():
-            self.ids += 1
-            own.append((str(self.ids), nbytes))
+        sizes = self.requests(func.name(), args) if self.requests else ()
+        own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
 
-    def result(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def result(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
         """func(*args, **kwargs), whose new memory is noted. On tensors without values most operations take
         long for nothing: those that write are left out, and others where their results are known by shape."""
         kind, names, n = kind_of(func)
@@ -220,19 +220,17 @@ class FakeArena(TorchDispatchMode):
         new = [t.untyped_storage() for t in tensors_in((result,)) if t.untyped_storage()._cdata not in old]
         self.note(new)
         results = result if isinstance(result, tuple) else (result,)
-        if not all(one is None or isinstance(one, torch.Tensor) for one in results):
-            return result  # others may depend on values
-        makers = [*map(maker_of, results)]
-        alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
-        if alike == [storage.nbytes() for storage in new]:
-            self.makers[key] = makers  # each result has memory of its own, and no more than its shape needs
+        if all(value is None or isinstance(value, torch.Tensor) for value in results):  # no numbers
+            makers = [*map(maker_of, results)]
+            alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
+            if alike == [storage.nbytes() for storage in new]:
+                self.makers[key] = makers  # each has memory of its own, and no more than its shape needs
         return result
 
     def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         for storage in storages:
             if storage.nbytes() and storage not in self.known:
-                self.ids += 1
-                event = (str(self.ids), storage.nbytes())
+                event = (str(next(self.ids)), storage.nbytes())
                 self.known[storage] = event
                 self.log.append(("malloc", *event))
                 weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from memo.errors import ConfigError
 
 OUTSIDE = ""  # the segment of what is requested between the segments
-
-
 WHOLE = "step"  # the one segment of a log that marks none
-
-
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or "end", segment, 0)
 
@@ -58,42 +54,36 @@ class Trace:
 
     def settled(self) -> "Trace":
         """What is never freed, as `keep`."""
-        last = {}
-        for i, (verb, name, _) in enumerate(self.events):
-            if verb == "malloc":
-                last[name] = i
-            elif verb == "free":
-                last.pop(name, None)
-        kept = set(last.values())
-        return Trace(tuple(("keep" if i in kept else verb, name, nbytes)
-                           for i, (verb, name, nbytes) in enumerate(self.events)))
+        never_freed = iter([r.upper == len(self.events) for r in requests_of(self)[0]])
+        return Trace(tuple(
+            ("keep" if verb in ("malloc", "keep") and next(never_freed) else verb, name, nbytes)
+            for verb, name, nbytes in self.events))
 
 
-def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = None,
+def checked_trace(events: list[Entry], lines: list[int] | None = None,
                   where: str = "requests") -> Trace:
     """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
     freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
-    nested, repeated or left open."""
+    nested, repeated or left open. Events that mark no segment are one, WHOLE."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
-        at = f"{where}:{lines[i] if lines else i}: {verb} {name}"
+        at = f"{where}:{lines[i] if lines else i}: {verb} {name}" + f" {nbytes}" * (VERBS[verb] == 2)
         if VERBS[verb] == 2 and nbytes <= 0:
-            raise LogError(f"{at} {nbytes}: bytes={nbytes} must be at least 1")
-        total += nbytes if verb == "malloc" else -nbytes if verb == "free" else 0
-        if total >= 10**18:
-            raise LogError(f"{at} {nbytes}: bytes in use at one time must stay below 1e18")
-        if verb in ("malloc", "keep"):
-            if name in live:
-                raise LogError(f"{at} {nbytes}: it is allocated already, {live[name]} bytes; free it first")
-            if verb == "malloc":
-                live[name] = nbytes
+            raise LogError(f"{at}: bytes={nbytes} must be at least 1")
+        if verb in ("malloc", "keep") and name in live:
+            raise LogError(f"{at}: it is allocated already, {live[name]} bytes; free it first")
+        if verb == "malloc":
+            live[name] = nbytes
+            total += nbytes
+            if total >= 10**18:
+                raise LogError(f"{at}: bytes in use at one time must stay below 1e18")
         elif verb == "free":
             if name not in live:
-                raise LogError(f"{at} {nbytes}: it is not allocated here; a free needs a malloc of its own "
-                               "before it")
+                raise LogError(f"{at}: it is not allocated here; a free needs a malloc of its own before it")
             if nbytes != (allocated := live.pop(name)):
-                raise LogError(f"{at} {nbytes}: bytes={nbytes} must be {allocated}, as in its malloc")
+                raise LogError(f"{at}: bytes={nbytes} must be {allocated}, as in its malloc")
+            total -= nbytes
         elif verb == "begin":
             if segment != OUTSIDE:
                 raise LogError(f"{at}: segment {segment!r} must end first, segments do not nest")
@@ -101,19 +91,64 @@ def checked_trace(events: list[tuple[str, str, int]], lines: list[int] | None = 
                 raise LogError(f"{at}: there was a segment of this name already; give each its own")
             segment = name
             seen.add(name)
-        elif segment != name:
-            why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
-            raise LogError(f"{at}: {why}")
-        else:
+        elif verb == "end":
+            if segment != name:
+                why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
+                raise LogError(f"{at}: {why}")
             segment = OUTSIDE
     if segment != OUTSIDE:
         raise LogError(f"{where}: segment {segment!r} must end before the log does")
+    if events and not seen:
+        return Trace((("begin", WHOLE, 0), *events, ("end", WHOLE, 0)))
     return Trace(tuple(events))
+
+
+@dataclass
+class Request:
+    """One tensor: request k of a segment, alive from request number `lower` of the trace to `upper`, frees
+    counted too. `planned`: a plan may give it a place, for it is requested in a segment, and not kept.
+    `freed_in`: the segment that frees it; OUTSIDE where none does."""
+
+    segment: str
+    k: int
+    bytes: int
+    planned: bool
+    lower: int
+    upper: int
+    freed_in: str = OUTSIDE
+
+
+def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]]:
+    """The Requests of a trace in their order, and {segment: (lower, upper)}, its request numbers. What is
+    never freed is alive to the end, len(trace.events)."""
+    requests: list[Request] = []
+    live: dict[str, Request] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    segment, k, now = OUTSIDE, 0, 0
+    for verb, name, nbytes in trace.events:
+        if verb == "begin":
+            segment, k, spans[name] = name, 0, (now, now)
+            continue
+        if verb == "end":
+            segment, spans[name] = OUTSIDE, (spans[name][0], now)
+            continue
+        if verb == "free":
+            if request := live.pop(name, None):  # of a part of a trace, another part may have requested it
+                request.upper, request.freed_in = now, segment
+        else:
+            planned = verb == "malloc" and segment != OUTSIDE
+            requests.append(Request(segment, k, nbytes, planned, now, len(trace.events)))
+            if verb == "malloc":
+                live[name] = requests[-1]
+            k += 1
+        now += 1
+    return requests, spans
 
 
 def parse_trace(text: str, where: str = "requests") -> Trace:
     """The Trace of a text log; empty lines and what follows # are skipped. Errors: LogError."""
-    events, lines = [], []
+    events: list[Entry] = []
+    lines = []
     for number, line in enumerate(text.split("\n"), 1):
         verb, *words = line.partition("#")[0].split() or [""]
         if not verb:
@@ -124,7 +159,7 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
         if VERBS[verb] == 1:
             if not words:
                 raise LogError(f"{at}: {verb} needs the name of a segment")
-            event = verb, " ".join(words), 0
+            events.append((verb, " ".join(words), 0))
         else:
             if len(words) != 2:
                 raise LogError(f"{at}: {line.strip()!r} must be {verb} <tensor> <bytes>")
@@ -132,15 +167,6 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
                 raise LogError(f"{at}: bytes={words[1]!r} must be a whole number")
             if len(words[1]) > 18:
                 raise LogError(f"{at}: bytes={words[1]} must be below 1e18")
-            event = verb, words[0], int(words[1])
-        events.append(event)
+            events.append((verb, words[0], int(words[1])))
         lines.append(number)
     return checked_trace(events, lines, where)
-
-
-
-def marked(trace: Trace) -> Trace:
-    """The trace itself, or where it marks no segments, as one."""
-    if any(verb == "begin" for verb, *_ in trace.events):
-        return trace
-    return Trace((("begin", WHOLE, 0), *trace.events, ("end", WHOLE, 0)))

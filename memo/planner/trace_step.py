@@ -9,13 +9,12 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from memo.command import answer_early, end_with_reader, run
+from memo.command import answer_early, run
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.files import parse_json
-from memo.keys import check_value, option, typed
+from memo.keys import Keys, check_value, option, typed
 from memo.load_config import keys_help, load_config
 
 OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
@@ -61,7 +60,6 @@ def read_line(line: str) -> tuple[Config, str, int, int]:
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    end_with_reader()
     answer_early(lambda argv: argv == ["-"] or read_argv(argv))
 
 import torch
@@ -78,9 +76,10 @@ from model import GPT
 class Short(Edges):
     """Whose head ends after two chunks."""
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor, *args: Any) -> None:
+    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
+             loss: torch.Tensor) -> None:
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.tp.size], *args)
+        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
 
 
 def short_model(cfg: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
@@ -94,7 +93,7 @@ def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int 
     so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's; but keys and
     values that are made again need some. dtype=auto is resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
-    keep: dict[str, Any] = dict(activation="keep", alpha="auto")
+    keep: Keys = dict(activation="keep", alpha="auto")
     sweeps = cfg.activation == "recompute" and cfg.n_subsequences > 1 and cfg.by_layer
     cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,

@@ -16,8 +16,8 @@ class Work(NamedTuple):
     """What a step does: call(*arguments), called `label` in the timeline; without a label it is not there."""
 
     label: str
-    call: Callable
-    arguments: tuple
+    call: Callable[..., object]
+    arguments: tuple[object, ...]
 
 
 class Executor:

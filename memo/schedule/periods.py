@@ -109,7 +109,8 @@ def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | 
             ends[layer - first][step._replace(unit=Unit(0, i))] = end
             if layer == last and step.computes:
                 computing += end - start
-    apart: dict[tuple, set[float]] = {}  # of the forward, of the backward; each subsequence's where it is one
+    # of the forward, of the backward; each subsequence's where it is one
+    apart: dict[tuple[bool, int], set[float]] = {}
     for below, above in zip(ends, ends[1:], strict=False):
         if below.keys() != above.keys():
             return None

@@ -184,7 +184,7 @@ def in_one_order(schedules: Sequence[Schedule]) -> list[Schedule]:
     after the other, whatever their communicators: each of several streams does its steps in the order as
     before. Errors: as times_of_stages()."""
     def ordered(stage: int, steps: Schedule, spans: dict[Step, tuple[float, float]]) -> Schedule:
-        def place(step: Step) -> tuple:
+        def place(step: Step) -> tuple[object, ...]:
             if (end := other_end(stage, step)) is None:
                 return step.back, spans[step][0]
             if step.op is Op.SEND:

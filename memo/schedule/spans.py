@@ -2,17 +2,25 @@
 (memo/schedule/simulate.py), and the seconds that they add up to. No torch.
 """
 
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from memo.schedule.access import Place
 from memo.schedule.simulate import Times
 from memo.schedule.step import Op, Step
 from memo.schedule.waits import Schedule
 
-# kind: launch; wait, for a copy; bubble, a wait for another stage; ranks, a wait for all that share a step
-Span = namedtuple("Span", "stream kind label start_s end_s")
+
+class Span(NamedTuple):
+    """What ran when. `kind`: launch; wait, for a copy; bubble, a wait for another stage; ranks, a wait for
+    those that hold the same parameters."""
+
+    stream: str
+    kind: str
+    label: str
+    start_s: float
+    end_s: float
 
 
 def wait_kind(step: Step) -> str:

@@ -62,7 +62,7 @@ class Unit(NamedTuple):
 
 
 COPIES, MESSAGES = (Op.OFFLOAD, Op.PREFETCH), (Op.SEND, Op.RECEIVE)
-HELP_NAMES = {
+HELP_NAMES: dict[tuple[Op, Moved | None], str] = {
     (Op.SEND, Moved.LOAN): "lend", (Op.RECEIVE, Moved.LOAN): "borrow",
     (Op.SEND, Moved.ROWS): "pass", (Op.RECEIVE, Moved.ROWS): "take",
     (Op.SEND, Moved.RESULTS): "return", (Op.RECEIVE, Moved.RESULTS): "fetch",
@@ -108,11 +108,11 @@ class Step(NamedTuple):
     @property
     def kind(self) -> str:
         """Names the step without its unit, for people: in pictures, tables and errors."""
-        name = HELP_NAMES.get((self.op, self.moved))  # type: ignore[arg-type]
+        name = HELP_NAMES.get((self.op, self.moved))
         words = [name or self.op.value]
-        if name is None and self.moved not in (None, Moved.ACTIVATIONS) and not (
+        if name is None and self.moved and self.moved is not Moved.ACTIVATIONS and not (
                 self.is_message and self.moved is Moved.STREAM):
-            words.append(self.moved.value)  # type: ignore[union-attr]
+            words.append(self.moved.value)
         if self.peer is not None:
             words.append(str(self.peer))
         twice = self.op is Op.PREFETCH and self.of_states  # in the forward, and in the backward

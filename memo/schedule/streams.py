@@ -10,38 +10,29 @@ come from.
 
 import threading
 import time
-from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
 from memo.parallel.axis import Works
 from memo.schedule.spans import Span
 
-Streams = namedtuple("Streams", "compute offload prefetch timeline send receive replicas optimizer lanes",
-                     defaults=(None, None, None, None, MappingProxyType({})))
+
+class Mark(Protocol):
+    """Names what a host needs to wait for a point in a stream."""
+
+    def wait(self) -> object: ...
 
 
-def stream_named(streams: Streams, name: str) -> Any:
-    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
+class TimedMark(Mark, Protocol):
+    """Names what a Timeline needs of a mark in a stream."""
 
+    done: Callable[[], bool]
 
-def beside_compute(streams: Streams) -> list:
-    """Lists all streams but compute's."""
-    others = (streams.offload, streams.prefetch, streams.send, streams.receive, streams.replicas,
-              streams.optimizer, *streams.lanes.values())
-    return [stream for stream in others if stream is not None]
-
-
-def settle(streams: Streams) -> None:
-    """Holds compute until all that was launched is done. Errors: what went wrong in it."""
-    end = Event("all")
-    for stream in beside_compute(streams):
-        stream.record(end)
-        streams.compute.hold(end)
+    def seconds_since(self, other: Self) -> float: ...
 
 
 class Event:
@@ -50,7 +41,7 @@ class Event:
 
     def __init__(self, name: str, kind: str = "wait") -> None:
         self.name, self.kind = name, kind
-        self.mark: Any = None  # a CudaMark or CpuMark
+        self.mark: Mark | None = None
 
 
 class Timeline:
@@ -58,10 +49,10 @@ class Timeline:
     them."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple] = []
+        self.spans: list[tuple[str, str, str, TimedMark, TimedMark]] = []
 
-    def add(self, *span: Any) -> None:  # stream's name, kind, label, mark before, mark behind
-        self.spans.append(span)
+    def add(self, stream: str, kind: str, label: str, before: TimedMark, behind: TimedMark) -> None:
+        self.spans.append((stream, kind, label, before, behind))
 
     def clear(self) -> None:
         self.spans.clear()
@@ -75,15 +66,14 @@ class Timeline:
     def take(self) -> list[Span]:
         """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
         spans, self.spans = self.spans, []
-        first = spans[0][3] if spans else None
-        return [Span(stream, kind, label, before.seconds_since(first), behind.seconds_since(first))
+        return [Span(stream, kind, label, *(mark.seconds_since(spans[0][3]) for mark in (before, behind)))
                 for stream, kind, label, before, behind in spans]
 
 
 class Untimed(Timeline):
     """Keeps no spans."""
 
-    def add(self, *span: Any) -> None: ...
+    def add(self, stream: str, kind: str, label: str, before: TimedMark, behind: TimedMark) -> None: ...
 
 
 # --- CUDA ---
@@ -95,14 +85,15 @@ class CudaMark:
         self.done, self.wait = self.event.query, self.event.synchronize
 
     def seconds_since(self, other: "CudaMark") -> float:
-        return other.event.elapsed_time(self.event) / 1e3
+        milliseconds: float = other.event.elapsed_time(self.event)
+        return milliseconds / 1e3
 
 
 class CudaStream:
     def __init__(self, name: str, timeline: Timeline, stream: torch.cuda.Stream) -> None:
         self.name, self.timeline, self.stream = name, timeline, stream
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
         """Queues work(*args). Without a label it leaves no span."""
         before = CudaMark(self.stream)
         with torch.cuda.stream(self.stream):
@@ -111,7 +102,7 @@ class CudaStream:
             self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
     @staticmethod
-    def start(work: Callable, *args: Any) -> None:
+    def start(work: Callable[..., object], *args: object) -> None:
         work(*args)
 
     def record(self, event: Event) -> None:
@@ -142,8 +133,10 @@ class CudaMessages(CudaStream):
     """The stream of messages that a library has one of its own for."""
 
     @staticmethod
-    def start(work: Callable, *args: Any) -> None:
-        work(*args).wait()
+    def start(work: Callable[..., object], *args: object) -> None:
+        works = work(*args)
+        assert isinstance(works, Works)
+        works.wait()
 
 
 # --- the CPU ---
@@ -179,7 +172,7 @@ class CpuStream:
     def __init__(self, name: str, timeline: Timeline, threaded: bool = True) -> None:
         self.name, self.timeline, self.threaded = name, timeline, threaded
         self.error: BaseException | None = None
-        self.jobs: SimpleQueue[Callable | None] = SimpleQueue()
+        self.jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.worker: threading.Thread | None = None  # started by the first job
 
     def run(self) -> None:
@@ -190,7 +183,7 @@ class CpuStream:
                 self.error = self.error or e
             job = None  # noqa: F841  a job holds its tensors, and the next one may be long in coming
 
-    def put(self, job: Callable) -> None:
+    def put(self, job: Callable[[], object]) -> None:
         if not self.threaded:
             job()
             return
@@ -204,11 +197,11 @@ class CpuStream:
         self.put(lambda: mark.reach(self.error))
         return mark
 
-    def launch(self, label: str, work: Callable, *args: Any) -> None:
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
         """Queues work(*args). Without a label it leaves no span."""
         before = self.put_mark() if label else None
         self.put(lambda: self.error or work(*args))
-        if label:
+        if before is not None:
             self.timeline.add(self.name, "launch", label, before, self.put_mark())
 
     def record(self, event: Event) -> None:
@@ -242,7 +235,7 @@ class CpuStream:
 class WorksMark:
     """The end of messages under way, for which several threads may wait."""
 
-    def __init__(self, works: Works, before: Iterable["WorksMark"]) -> None:
+    def __init__(self, works: Works[torch.Tensor], before: Iterable["WorksMark"]) -> None:
         self.works, self.lock = works, threading.Lock()
         self.before = [mark for mark in before if mark.works.works]  # that nobody has waited for
 
@@ -262,7 +255,7 @@ class CpuMessages:
     def __init__(self) -> None:
         self.newest: WorksMark | None = None
 
-    def launch(self, label: str, work: Callable[..., Works], *args: Any) -> None:
+    def launch(self, label: str, work: Callable[..., Works[torch.Tensor]], *args: object) -> None:
         """Starts the messages of work(*args)."""
         before = [self.newest, *self.newest.before] if self.newest else []
         self.newest = WorksMark(work(*args), before)
@@ -283,14 +276,49 @@ class CpuMessages:
 
 # --- both ---
 
+Stream = CudaStream | CpuStream
+
+
+class Streams(NamedTuple):
+    """Holds the streams of a device. `send`, `receive` and `lanes` carry messages between stages, `replicas`
+    those among the ranks that hold the same parameters; `optimizer` is the host's."""
+
+    compute: Stream
+    offload: Stream
+    prefetch: Stream
+    timeline: Timeline
+    send: Stream | None = None
+    receive: Stream | None = None
+    replicas: CudaMessages | CpuMessages | None = None
+    optimizer: CpuStream | None = None
+    lanes: Mapping[str, Stream] = MappingProxyType({})
+
+
+def stream_named(streams: Streams, name: str) -> Stream:
+    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
+
+
+def beside_compute(streams: Streams) -> list[Stream | CpuMessages]:
+    """Lists all streams but compute's."""
+    others = (streams.offload, streams.prefetch, streams.send, streams.receive, streams.replicas,
+              streams.optimizer, *streams.lanes.values())
+    return [stream for stream in others if stream is not None]
+
+
+def settle(streams: Streams) -> None:
+    """Holds compute until all that was launched is done. Errors: what went wrong in it."""
+    end = Event("all")
+    for stream in beside_compute(streams):
+        stream.record(end)
+        streams.compute.hold(end)
+
+
 def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:
     """The streams of a device, with `messages` also those to and from other stages, and `lanes` more of such.
     Compute is the one that torch uses anyway, on the CPU the calling thread."""
-    cpu, timeline, side = device.type == "cpu", Timeline(), dict[str, CudaStream | CpuStream]()
-    compute: CudaStream | CpuStream
-    if cpu:
-        compute = CpuStream("compute", timeline, threaded=False)
-    else:
+    cpu, timeline, side = device.type == "cpu", Timeline(), dict[str, Stream]()
+    compute: Stream = CpuStream("compute", timeline, threaded=False)
+    if not cpu:
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
     for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
         # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that

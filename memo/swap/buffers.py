@@ -5,7 +5,6 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 
@@ -77,7 +76,7 @@ class Swap:
         self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
-        self.lending: Any = None
+        self.lending: Lending | None = None
         self.between: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
@@ -131,12 +130,12 @@ class Swap:
                     mine = slice(0, p.lengths[unit[1]])
                     s.pieces, s.sums = ([*pairs[:-1], of_rows(pairs[-1], mine, tokens)]
                                         for pairs in (s.pieces, s.sums))
-        if p.guests or p.lent:
-            self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
+        if not (p.guests or p.lent):
+            return
+        lending = self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
         for unit in (unit for unit in p.units if unit[1] in p.guest_of):
             s = self.units[unit]
-            s.pieces, s.sums = (self.lending.pieces_of(unit, of) for of in (self.lending.keys,
-                                                                           self.lending.sums))
+            s.pieces, s.sums = (lending.pieces_of(unit, of) for of in (lending.keys, lending.sums))
 
     def set_passes(self, passes: Passes) -> None:
         """Makes these the schedules."""

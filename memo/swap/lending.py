@@ -16,12 +16,14 @@ from memo.swap.placement import Placement
 from memo.swap.shared_bytes import guest_rows, help_of, keys_before, repaid_rows
 
 Tensors = list[torch.Tensor]
-Pieces = list[tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pieces = list[Pair]
 
 
-def of_rows(pair: tuple[torch.Tensor, torch.Tensor], rows: slice, tokens: int) -> tuple:
+def of_rows(pair: Pair, rows: slice, tokens: int) -> Pair:
     """Those rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
-    return tuple(t[:, rows.start * tokens // len(t):rows.stop * tokens // len(t)] for t in pair)
+    k, v = (t[:, rows.start * tokens // len(t):rows.stop * tokens // len(t)] for t in pair)
+    return k, v
 
 
 def of_sequences(stream: torch.Tensor, B: int, first: int, end: int) -> torch.Tensor:
@@ -34,8 +36,8 @@ class Lending:
     parameters. `weights`, `gradients`: of a helper's two places, flat. `repaid`: {helper: place of gradients
     of the weights, and of sums of keys and values, flat}."""
 
-    def __init__(self, placement: Placement, cut: Callable, piece: Callable, B: int, numel: int, row: int,
-                 tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, placement: Placement, cut: Callable[..., torch.Tensor], piece: Callable[..., Pair],
+                 B: int, numel: int, row: int, tokens: int, dtype: torch.dtype) -> None:
         p, self.placement, self.B, self.tokens = placement, placement, B, tokens
         self.row = row  # elements of keys and values of a row
         rows, size, fp32 = guest_rows(p), dtype.itemsize, torch.float32
@@ -102,7 +104,7 @@ class Lending:
         first, last = unit[0] == 0, unit[0] == guest.layers - 1
         before, up_to, own = slice(0, guest.first), slice(0, guest.end), slice(guest.first, guest.end)
         flat: Tensors = []
-        pair: tuple[torch.Tensor, ...] = ()
+        pair: Pair | tuple[()] = ()
         ends = False
         match step.moved:
             case Moved.REPAYMENT:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
-from typing import Any
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, guest_number
@@ -70,7 +69,7 @@ class Placement(Surroundings):
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
     dealt: int = 1
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
         stage, is left out."""
         said = {name: value for name, value in asdict(self).items()
@@ -205,7 +204,7 @@ class Placement(Surroundings):
         return frozenset(sorted(range(max(0, self.n_swapped)), key=self.likes.__getitem__)[:self.input_only])
 
     @cached_property
-    def buffers_known(self) -> dict[tuple, list[tuple[int, int]]]:
+    def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
         """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
         return {}
 
@@ -329,7 +328,7 @@ class Placement(Surroundings):
     @cached_property
     def like(self) -> list[int]:
         """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
-        firsts: dict[tuple, int] = {}
+        firsts: dict[tuple[object, ...], int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
         return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
                                    unit in self.stream_rows), k)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from math import ceil, inf
 
 from memo.config import Config
-from memo.layer import INPUT, SPLIT_ROWS
+from memo.layer import INPUT, SPLIT_ROWS, keys_dealt
+from memo.msp import guests_of, lent_by
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
     ANY_HOST,
@@ -51,18 +52,28 @@ def swaps_layers(cfg: Config) -> bool:
     return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.n_subsequences > 2
 
 
-def placed(cfg: Config, n_buffers: int, n_rows: int, kept: Rows | None = None, input_only: int = 0,
-           x_stays: bool = False, keys: str = "copied", stream: str = "") -> Placement:
+def all_kept(cfg: Config, B: int, T: int) -> Placement:
+    """Makes the Placement of B sequences, of which a rank of cp holds T tokens each, in as many buffers as
+    units: nobody takes turns, nothing is copied."""
+    cuts = unit_rows(cfg, B, T)
+    placement = Placement(len(cfg.layers), 1, B * T // cfg.tp, cuts=cuts if len(cuts) > 1 else (),
+                          order="layer" if cfg.by_layer else "subsequence", dealt=keys_dealt(cfg),
+                          receives=not cfg.has_embedding, sends=not cfg.has_head,
+                          guests=guests_of(cfg.shares, cfg.stage), lent=lent_by(cfg.shares, cfg.stage),
+                          layers_come=cfg.layers_come, edges_come=cfg.edges_come)
+    return replace(placement, n_buffers=placement.n_units)
+
+
+def placed(cfg: Config, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
+           keys: str = "copied", stream: str = "") -> Placement:
     """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
     values that give way to the next layer's; `stream`: of what lies between layers, by default whole, or
     passed on to the next stage."""
-    several = unit_rows(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
-    layers = len(cfg.layers)
-    units = layers * max(1, len(several["cuts"])) + sum(piece.layers for piece in several["guests"])
-    stay = units == layers or n_buffers >= units or not cfg.by_layer
-    return Placement(layers, min(units, n_buffers), n_rows, kept or {}, input_only, x_stays,
-                     keys="stay" if stay else keys, stream=stream or ("whole" if cfg.has_head else "passed"),
-                     **several)
+    whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
+    stay = whole.n_units == whole.n_layer or n_buffers >= whole.n_units or not cfg.by_layer
+    return replace(whole, n_buffers=min(whole.n_units, n_buffers), kept=kept or {}, input_only=input_only,
+                   x_stays=x_stays, keys="stay" if stay else keys,
+                   stream=stream or ("whole" if cfg.has_head else "passed"))
 
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
@@ -90,10 +101,10 @@ def place_rows(cfg: Config, problem: AlphaProblem,
     """
     N, cuts = problem.placement.n_rows, problem.cuts
     if cfg.activation == "keep":
-        return placed(cfg, problem.placement.n_units, N), None
+        return placed(cfg, problem.placement.n_units), None
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
-        return placed(cfg, 1, N, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
+        return placed(cfg, 1, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
     on_any_host = replace(problem, host_bytes=ANY_HOST)
     if not cfg.finds_alpha:
         alpha = 1.0 if cfg.activation == "swap" else cfg.alpha

@@ -117,8 +117,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     mask = (ctypes.c_ulong * 16)()  # 1,024 nodes
     mask[node // 64] = 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), MPOL_PREFERRED, mask,
-                        ctypes.c_ulong(1024), 0) == 0
+    return not libc.syscall(number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), MPOL_PREFERRED, mask,
+                            ctypes.c_ulong(1024), 0)
 
 
 def split(first: int, end: int, piece_bytes: int) -> list[slice]:
@@ -137,7 +137,7 @@ class HostSlab:
     """
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = True) -> None:
-        self.unlock: list[Callable] = []  # of each locked piece
+        self.unlock: list[Callable[[], object]] = []  # of each locked piece
         try:
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:

@@ -1,9 +1,15 @@
-"""What a rank's axes (axis.py) are asked for, written down where nobody is at the other ends: its messages in
-the order of its host, and where it waits for them. testing/rendezvous.py runs the programs of all ranks
-together to see whether their messages meet. No torch.
+"""What a rank's axes (memo/parallel/axis.py) are asked for, written down where nobody is at the other ends:
+its messages in the order of its host, and where it waits for them. rendezvous.py runs the programs of all
+ranks together to see whether their messages meet.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from memo.layout import communicators
+from memo.parallel.axis import Axis, Work
+from memo.parallel.mesh import Mesh, lines_of, mesh_of_axes
 
 
 class Communicator(NamedTuple):
@@ -59,3 +65,26 @@ class Notes(NamedTuple):
         ranks = {end: self.communicator.ranks[place] for end, place in ends.items()}
         self.program.append(Post(number, self.communicator, kind, nbytes, **ranks))
         return Noted(self.program, number)
+
+
+@dataclass(kw_only=True)
+class NotedAxis(Axis):
+    """An Axis without a group, which writes down in `notes` what it is asked for."""
+
+    notes: Notes
+
+    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
+        """Notes a message of so many bytes. `kind`, `ends`: see Notes.post()."""
+        return [self.notes.post(kind, nbytes, **ends)] if nbytes else ()
+
+
+def noted_mesh(rank: int, tp: int, cp: int, dp: int = 1, metp: bool = False) -> tuple[Mesh, Program]:
+    """The Mesh of one of dp * cp * tp ranks, with nobody at the other ends, and the Program that grows with
+    what its axes are asked for."""
+    lines, program = lines_of(tp, cp, dp, metp), Program()
+    axes: dict[str, Axis] = {}
+    for name, carrier in communicators(tp, cp, dp, metp).items():
+        [mine] = [line for line in lines[name] if rank in line]
+        notes = Notes(program, Communicator(carrier, tuple(mine)))
+        axes[name] = NotedAxis(name, len(mine), mine.index(rank), notes=notes)
+    return mesh_of_axes(axes, tp, cp, Axis("host", dp * cp * tp, rank)), program
