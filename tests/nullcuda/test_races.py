@@ -51,8 +51,8 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order":
               "stage": {"forward": ("send", "forward"), "receive": ("receive", "forward"),
                         "receive gradient": ("receive gradient", "backward"),
                         "backward": ("send gradient", "backward"), "send": ("receive", "send"),
-                        "all sent": ("receive", "send gradient")},
-              "last stage": {"compute of the pass before": ("receive", "head")},
+                        "send gradient": ("receive", "send gradient")},
+              "last stage": {"head": ("receive", "head")},
               "helping stage": {"borrow 1 back": ("borrow 1 back", "recompute"),
                                 "take 1": ("take 1", "forward"),
                                 "return 1": ("return 1", "forward"),
@@ -65,25 +65,25 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order":
                               "offload weight gradients": ("offload weight gradients",
                                                                 "prefetch weight gradients back"),
                               "prefetch weight gradients back": ("offload weight gradients",
-                                                                      "backward"),
-                              "compute of the pass before": ("backward", "prefetch weights")},
+                                                                      "backward")},
               "four, states host, keys made": {
                   "prefetch weights back": ("prefetch weights back", "sweep"),
                   "prefetch weight gradients": ("prefetch weight gradients of the head",
                                                      "offload weight gradients of the head"),
                   "embedding": ("embedding", "prefetch weights"),
                   "prefetch weight gradients back": ("prefetch weight gradients back", "backward")},
-              "states host, tp2": {"offload weights used": ("all-reduce", "gradients of all tp ranks")},
+              "states host, tp2": {"clip": ("all-reduce", "offload scale")},
               "states sharded, dp2": {"prefetch weights": ("all-gather", "forward"),
                                       "prefetch weight gradients": ("of the head (all-gather)", "head"),
                                       "embedding": ("embedding", "all-gather"),
-                                      "all gradients left": ("offload weight gradients", "adamw")},
+                                      "compute offload weight gradients": ("offload", "compute"),
+                                      "adamw": ("compute", "prefetch weights")},
               "four in order, stream copied": {"head": ("offload stream", "head"),
                                                "prefetch gradient": ("prefetch gradient", "backward")}}
-# of memo/staging.py: {stream that waits and event: the two sides of the race without}
-STAGING_WAITS = {"offload gradients complete": ("offload", "backward"),
-                 "compute gradients": ("offload", "backward"), "compute weights": ("prefetch", "forward"),
-                 "offload weights used": ("offload", "compute")}
+# of an optimizer on the host: {stream that waits and event: the two sides of the race without}
+STAGING_WAITS = {"offload backward": ("offload", "backward"),
+                 "compute offload weight gradients": ("offload", "backward"),
+                 "compute prefetch weights": ("prefetch", "forward"), "offload clip": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
             ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
