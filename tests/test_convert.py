@@ -24,7 +24,7 @@ from memo.tokenizer import load_tokenizer
 from memo.tokens import train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
-from tests.helpers import batches, fails, memo_logits, save_states
+from tests.helpers import batches, fails, memo_logits, save_states, trained_beside
 from tests.texts import C, L, S, V, gpt2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,28 +92,7 @@ def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
 def test_twenty_steps_train_as_transformers_do(tmp_path, activation):
     net = gpt2(activation)
     net.save_pretrained(tmp_path)
-    cfg = config(tmp_path)
-    model = GPT(cfg, "cpu", torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(hf_tensors(tmp_path, cfg))
-    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
-    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    first = None
-    for batch in batches(2, V, S) * 10 + batches(1, V, S):
-        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
-        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
-        loss = model.forward(tokens, targets, scale=1.0)
-        assert abs(loss.item() - wanted.item()) < 1e-4
-        first = first or loss.item()
-        wanted.backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        theirs.step()
-        theirs.zero_grad()
-        model.backward()
-        assert optimizer.clip(1.0).item() == pytest.approx(norm.item(), rel=1e-4)
-        optimizer.step(1e-3)
-    assert loss.item() < first - 0.5  # the first batch again: it learned something
+    trained_beside(net, tmp_path, config(tmp_path), batches(2, V, S) * 10 + batches(1, V, S))
 
 
 # --- there and back ---

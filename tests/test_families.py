@@ -31,7 +31,16 @@ from memo.sample import load_model
 from memo.tokens import train_tokenizer
 from memo.weights import hf_tensors
 from model import GPT
-from tests.helpers import VOCAB, argv, batches, fails, memo_logits, perturbed_weights, save_states
+from tests.helpers import (
+    VOCAB,
+    argv,
+    batches,
+    fails,
+    memo_logits,
+    perturbed_weights,
+    save_states,
+    trained_beside,
+)
 from train import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,27 +137,8 @@ def test_twenty_steps_train_as_transformers_do(tmp_path, name):
     kind, more = MODELS[name]
     net = saved(tmp_path / "hf", kind, **more)
     cfg = Config(**model_keys(tmp_path / "hf"), device="cpu")
-    model = GPT(cfg, "cpu", torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(hf_tensors(tmp_path / "hf", cfg))
-    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
-    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    first = None
-    for batch in batches(2, V, S) * 10:
-        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
-        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
-        loss = model.forward(tokens, targets, scale=1.0)
-        assert abs(loss.item() - wanted.item()) < 1e-4
-        first = first or loss.item()
-        wanted.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        theirs.step()
-        theirs.zero_grad()
-        model.backward()
-        optimizer.clip(1.0)
-        optimizer.step(1e-3)
-    assert loss.item() < first - 0.5
+    model, optimizer = trained_beside(net, tmp_path / "hf", cfg, batches(2, V, S) * 10)
+    [tokens] = batches(1, V, S - 1)
     save_states(tmp_path, optimizer, cfg, 20)
     convert.to_hf(tmp_path, tmp_path / "back")
     assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
