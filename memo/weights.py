@@ -178,13 +178,9 @@ class HfWeights:
             raise ConfigError(self.refused)
         return part
 
-
-def hf_tensors(folder: Path | str, cfg: Config, rank: int = 0, ranks: int = 1
-               ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (memo's name, tensor) of HfWeights, those of a stage, one after the other."""
-    weights = HfWeights(folder, cfg, rank, ranks)
-    for name in weights.parameters:
-        yield name, weights.read(name)
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (memo's name, tensor) of a stage's parameters, one after the other."""
+        return ((name, self.read(name)) for name in self.parameters)
 
 
 def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:

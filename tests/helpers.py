@@ -20,7 +20,7 @@ from memo.optim import Optimizer
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.schedule.simulate import times_of_stages
-from memo.weights import hf_tensors
+from memo.weights import HfWeights
 from model import GPT, initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +105,7 @@ def trained_beside(net, folder, cfg, batches):
     the batches. Losses and norms are those of `net` under torch's AdamW."""
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
-    optimizer.load(hf_tensors(folder, cfg))
+    optimizer.load(HfWeights(folder, cfg))
     groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
               dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
     theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)

@@ -29,7 +29,7 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model
 from memo.tokens import train_tokenizer
-from memo.weights import hf_tensors
+from memo.weights import HfWeights
 from model import GPT
 from tests.helpers import (
     VOCAB,
@@ -216,11 +216,11 @@ def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     optimizer.load(made.items())
     save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")
-    read, whole = [], dict(hf_tensors(tmp_path / "hf", cfg))
+    read, whole = [], dict(HfWeights(tmp_path / "hf", cfg))
     get = weights.Stored.__getitem__
     monkeypatch.setattr(weights.Stored, "__getitem__",
                         lambda *args: (got := get(*args), read.append(got.numel()))[0])
-    parts = [dict(hf_tensors(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
+    parts = [dict(HfWeights(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
     for name, p in model_parameters(cfg).items():
         both = [part[name] for part in parts]
         assert torch.equal(torch.cat(both, p.split_dim) if p.split_dim is not None else both[0], whole[name])
@@ -546,11 +546,11 @@ def test_the_index_says_where_a_tensor_lies(tmp_path, hf, capsys):
 def test_a_tied_model_may_be_stored_under_the_heads_name(tmp_path):
     saved(tmp_path, LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True)
     cfg = load_config([f"--init_from=hf:{tmp_path}"])
-    wanted = dict(hf_tensors(tmp_path, cfg))
+    wanted = dict(HfWeights(tmp_path, cfg))
     tensors = all_tensors(tmp_path)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     for file in tmp_path.glob("model*"):
         file.unlink()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    got = dict(hf_tensors(tmp_path, cfg))
+    got = dict(HfWeights(tmp_path, cfg))
     assert got.keys() == wanted.keys() and all(torch.equal(wanted[n], t) for n, t in got.items())
