@@ -61,7 +61,7 @@ from memo.run import open_run, prepare_run
 from memo.run_state import Run
 from memo.schedule.spans import busy_s, length_s, stall_s
 from memo.signals import StopSignal, interruptible
-from memo.weights import hf_tensors
+from memo.weights import HfWeights
 from model import GPT, initial_weights
 
 # --- before the first step ---
@@ -87,7 +87,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
         elif hf := found.hf:
             # each rank reads its own part of the files
             mine = mesh.weights.rank, mesh.weights.size
-            together(host, lambda: optimizer.load(hf_tensors(hf, cfg, *mine)))
+            together(host, lambda: optimizer.load(HfWeights(hf, cfg, *mine)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 

@@ -319,7 +319,7 @@ def load(out_dir: str | Path, rank: int = 0, world: int = 1,
     `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
     format; Damaged: one of its files is missing, truncated or corrupt."""
     path, stored = manifest.newest(out_dir, passed_over)
-    with progress(lambda: f"checking {path}") if rank == 0 else contextlib.nullcontext():
+    with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)
     try:
         reader = Reader(path, METADATA, stored["files"])

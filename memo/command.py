@@ -191,9 +191,9 @@ def guard_console() -> None:
 
 
 @contextmanager
-def progress(text: Callable[[], str]) -> Iterator[None]:
+def progress(text: Callable[[], str], speaks: bool = True) -> Iterator[None]:
     """Meanwhile prints text(), a line, on stderr: after FIRST_S seconds, then whenever the time so far has
-    doubled, at least every minute."""
+    doubled, at least every minute. Nothing where this process does not speak."""
     over, start = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -205,7 +205,8 @@ def progress(text: Callable[[], str]) -> Iterator[None]:
             pause = min(60, passed)
     teller = threading.Thread(target=tell, name="memo progress", daemon=True)
     with suppress(RuntimeError):  # no memory for a thread: a line is not worth the work
-        start_thread(teller)
+        if speaks:
+            start_thread(teller)
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ def save(run: Run) -> None:
 def save_and_wait(run: Run, saver: checkpoint.Saver) -> None:
     """Saves the steps done, to the last byte, on all ranks. Errors: ConfigError, on all ranks."""
     saver.save(run.optimizer.pieces(saved=True), run.stored, run.done)
-    with progress(lambda: f"writing {saver.folder}") if run.speaks else contextlib.nullcontext():
+    with progress(lambda: f"writing {saver.folder}", run.speaks):
         together(run.mesh.host, saver.wait)
 
 

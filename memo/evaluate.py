@@ -52,7 +52,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,7 +170,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
 def answers(found: Evaluation, model: GPT, speaks: bool) -> dict:
     """What evaluate.json holds, the same on all ranks. Errors: RunFailed."""
     cfg, asked, doing = found.cfg, found.questions, ["the first sequence"]
-    with progress(lambda: doing[-1]) if speaks else nullcontext():
+    with progress(lambda: doing[-1], speaks):
         losses = measure_losses(model, asked, doing.append)
         needles = measure_needles(model, asked, doing.append)
     layout = dict(tp=cfg.tp, cp=cfg.cp, dp=model.mesh.dp.size, context_parallel=cfg.context_parallel)

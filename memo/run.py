@@ -1,7 +1,7 @@
 """A run before its first step: the checks of each rank, what all ranks agree on, the Run."""
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from glob import escape
@@ -80,7 +80,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
     Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
     least = with_stages(cfg, launch.world)[0]
-    with progress(lambda: f"reading dataset {cfg.dataset}") if launch.rank == 0 else nullcontext():
+    with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
                             cfg.check_data)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)

@@ -1,6 +1,5 @@
 """What a run holds: what is known before the device is touched (Checked), and what it trains with (Run)."""
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from memo.batch import Data
 from memo.checkpoint import Checkpoint, Saver
 from memo.config import Config, as_keys
 from memo.decide import Decision
-from memo.errors import reason
+from memo.errors import reason, warn
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.files import plain_name
@@ -86,10 +85,10 @@ class Run(Checked):
             work(*args)
             return True
         except Exception as e:
-            line = f"warning: {what} failed ({type(e).__name__}: {reason(e)}); training goes on"
+            line = f"{what} failed ({type(e).__name__}: {reason(e)}); training goes on"
             if line not in self.told:
                 self.told.add(line)
-                print(line, file=sys.stderr)
+                warn(line)
             return False
 
     def close(self) -> None:

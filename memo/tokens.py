@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -69,7 +69,8 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
             for piece, _ in document_pieces(document, lambda *around: True):
                 read += len(piece)
                 yield from short_words(piece)
-    with bar_or_progress(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters"):
+    with progress(lambda: f"training a tokenizer of {vocab_size:,} tokens on {read:,} characters",
+                  speaks=not sys.stderr.isatty()):  # a terminal has a moving bar
         tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer
 
@@ -78,11 +79,6 @@ def short_words(text: str) -> Iterator[str]:
     """The text in parts without the long words that training cannot bear."""
     ends = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
     return (text[start:end] for start, end in itertools.pairwise(ends))
-
-
-def bar_or_progress(text: Callable[[], str]) -> AbstractContextManager:
-    """progress(text) where stderr is no terminal; a terminal has a moving bar."""
-    return nullcontext() if sys.stderr.isatty() else progress(text)
 
 
 # --- documents to ids ---
@@ -168,7 +164,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
         return whole == sides[0] + sides[1]
     done, of = 0, f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
-          bar_or_progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB")):
+          progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB", speaks=not sys.stderr.isatty())):
         for batch in batches(documents, may_cut):
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             try:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -178,13 +178,9 @@ class HfWeights:
             raise ConfigError(self.refused)
         return part
 
-
-def hf_tensors(folder: Path | str, cfg: Config, rank: int = 0, ranks: int = 1
-               ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (memo's name, tensor) of HfWeights, those of a stage, one after the other."""
-    weights = HfWeights(folder, cfg, rank, ranks)
-    for name in weights.parameters:
-        yield name, weights.read(name)
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (memo's name, tensor) of a stage's parameters, one after the other."""
+        return ((name, self.read(name)) for name in self.parameters)
 
 
 def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
@@ -253,11 +249,9 @@ def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Itera
     function wants all tensors of a file at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     header: JsonObject = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        end = at + prod(shape) * dtype.itemsize
-        header[name] = dict(dtype=kind, shape=shape, data_offsets=[at, end])
-        at = end
+    places = pairwise(accumulate((prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
+    for (name, shape), place in zip(shapes.items(), places, strict=True):
+        header[name] = dict(dtype=kind, shape=shape, data_offsets=place)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     file.write(len(text).to_bytes(8, "little") + text)

@@ -4,6 +4,7 @@ import re
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 
 from memo import checkpoint, convert
@@ -15,10 +16,12 @@ from memo.layer import decoder_layer
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
+from memo.optim import Optimizer
 from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.schedule.simulate import times_of_stages
-from model import initial_weights
+from memo.weights import HfWeights
+from model import GPT, initial_weights
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -95,6 +98,32 @@ def batches(n, vocab_size, S):
     """n batches (2, S + 1) of random tokens."""
     g = torch.Generator().manual_seed(2)
     return [torch.randint(vocab_size, (2, S + 1), generator=g) for _ in range(n)]
+
+
+def trained_beside(net, folder, cfg, batches):
+    """(model, optimizer) with the weights in `folder`, those of transformers' `net`, after a step on each of
+    the batches. Losses and norms are those of `net` under torch's AdamW."""
+    model = GPT(cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(HfWeights(folder, cfg))
+    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
+              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
+    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+    losses = []
+    for batch in batches:
+        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
+        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
+        losses.append(model.forward(tokens, targets, scale=1.0).item())
+        assert abs(losses[-1] - wanted.item()) < 1e-4
+        wanted.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        theirs.step()
+        theirs.zero_grad()
+        model.backward()
+        assert optimizer.clip(1.0).item() == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step(1e-3)
+    assert losses[-1] < losses[0] - 0.5
+    return model, optimizer
 
 
 def memo_logits(model, tokens):

@@ -22,9 +22,9 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.tokenizer import load_tokenizer
 from memo.tokens import train_tokenizer
-from memo.weights import hf_tensors
+from memo.weights import HfWeights
 from model import GPT
-from tests.helpers import batches, fails, memo_logits, save_states
+from tests.helpers import batches, fails, memo_logits, save_states, trained_beside
 from tests.texts import C, L, S, V, gpt2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,28 +92,7 @@ def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
 def test_twenty_steps_train_as_transformers_do(tmp_path, activation):
     net = gpt2(activation)
     net.save_pretrained(tmp_path)
-    cfg = config(tmp_path)
-    model = GPT(cfg, "cpu", torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(hf_tensors(tmp_path, cfg))
-    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
-    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    first = None
-    for batch in batches(2, V, S) * 10 + batches(1, V, S):
-        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
-        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
-        loss = model.forward(tokens, targets, scale=1.0)
-        assert abs(loss.item() - wanted.item()) < 1e-4
-        first = first or loss.item()
-        wanted.backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        theirs.step()
-        theirs.zero_grad()
-        model.backward()
-        assert optimizer.clip(1.0).item() == pytest.approx(norm.item(), rel=1e-4)
-        optimizer.step(1e-3)
-    assert loss.item() < first - 0.5  # the first batch again: it learned something
+    trained_beside(net, tmp_path, config(tmp_path), batches(2, V, S) * 10 + batches(1, V, S))
 
 
 # --- there and back ---
@@ -179,7 +158,7 @@ def test_a_converted_model_is_resumed(tmp_path, hf):
 def test_positions_are_cropped(hf):
     cfg = replace(config(hf), block_size=S - 6)
     model = GPT(cfg, "cpu", torch.float32)
-    model.load(hf_tensors(hf, cfg))
+    model.load(HfWeights(hf, cfg))
     [tokens] = batches(1, V, S - 7)
     with torch.no_grad():
         assert (memo_logits(model, tokens) - gpt2()(tokens).logits).abs().max() < 1e-4
@@ -189,12 +168,12 @@ def test_shards_give_the_same(tmp_path, hf):
     gpt2().save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
     cfg = config(hf)
-    assert_same_tensors(dict(hf_tensors(tmp_path / "shards", cfg)), dict(hf_tensors(hf, cfg)))
+    assert_same_tensors(dict(HfWeights(tmp_path / "shards", cfg)), dict(HfWeights(hf, cfg)))
 
 
 def test_old_names_give_the_same(hf):
     cfg = config(hf)
-    wanted = dict(hf_tensors(hf, cfg))
+    wanted = dict(HfWeights(hf, cfg))
 
     def old(tensors):
         for name in list(tensors):
@@ -205,21 +184,21 @@ def test_old_names_give_the_same(hf):
         tensors["lm_head.weight"] = tensors["wte.weight"].clone()
 
     rewrite(hf, old)
-    assert_same_tensors(dict(hf_tensors(hf, cfg)), wanted)
+    assert_same_tensors(dict(HfWeights(hf, cfg)), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_become_fp32(hf, dtype):
     cfg = config(hf)
-    wanted = {n: w.to(dtype).float() for n, w in hf_tensors(hf, cfg)}
+    wanted = {n: w.to(dtype).float() for n, w in HfWeights(hf, cfg)}
     rewrite(hf, lambda tensors: tensors.update({n: w.to(dtype) for n, w in tensors.items()}))
-    assert_same_tensors(dict(hf_tensors(hf, cfg)), wanted)
+    assert_same_tensors(dict(HfWeights(hf, cfg)), wanted)
 
 
 def test_names_and_padding_are_the_models(hf):
     cfg = config(hf)
     shapes = {n: p.shape for n, p in model_parameters(cfg).items()}
-    assert {n: tuple(w.shape) for n, w in hf_tensors(hf, cfg)} == shapes
+    assert {n: tuple(w.shape) for n, w in HfWeights(hf, cfg)} == shapes
 
 
 # --- the user's mistakes ---
@@ -309,7 +288,7 @@ def test_a_header_is_bounded_and_parsed_once(tmp_path, hf, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr(weights, "safe_open", lambda path, kind: opened.append(path) or safe_open(path, kind))
     cfg = Config(**convert.model_keys(hf))
-    assert len(dict(hf_tensors(hf, cfg))) > 20 and len(opened) == 1
+    assert len(dict(HfWeights(hf, cfg))) > 20 and len(opened) == 1
     file = hf / "model.safetensors"
     file.write_bytes((2**24 + 8).to_bytes(8, "little") + b"{}".ljust(2**24 + 8))
     fails(capsys, "cannot be read .its header of 16,777,224 bytes must have at most 16,777,216.; download",
@@ -382,6 +361,6 @@ def test_help(capsys, command):
     assert "hf" in capsys.readouterr().out
 
 
-def test_hf_tensors_raises_a_config_error(tmp_path):
+def test_weights_raise_a_config_error(tmp_path):
     with pytest.raises(ConfigError):
-        list(hf_tensors(tmp_path, Config()))
+        list(HfWeights(tmp_path, Config()))

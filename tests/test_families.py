@@ -29,9 +29,18 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model
 from memo.tokens import train_tokenizer
-from memo.weights import hf_tensors
+from memo.weights import HfWeights
 from model import GPT
-from tests.helpers import VOCAB, argv, batches, fails, memo_logits, perturbed_weights, save_states
+from tests.helpers import (
+    VOCAB,
+    argv,
+    batches,
+    fails,
+    memo_logits,
+    perturbed_weights,
+    save_states,
+    trained_beside,
+)
 from train import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,27 +137,8 @@ def test_twenty_steps_train_as_transformers_do(tmp_path, name):
     kind, more = MODELS[name]
     net = saved(tmp_path / "hf", kind, **more)
     cfg = Config(**model_keys(tmp_path / "hf"), device="cpu")
-    model = GPT(cfg, "cpu", torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(hf_tensors(tmp_path / "hf", cfg))
-    groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              dict(params=[p for p in net.parameters() if p.dim() < 2], weight_decay=0.0)]
-    theirs = torch.optim.AdamW(groups, lr=1e-3, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
-    first = None
-    for batch in batches(2, V, S) * 10:
-        tokens, targets = batch[:, :-1], batch[:, 1:].contiguous()
-        wanted = torch.nn.functional.cross_entropy(net(tokens).logits.flatten(0, 1), targets.flatten())
-        loss = model.forward(tokens, targets, scale=1.0)
-        assert abs(loss.item() - wanted.item()) < 1e-4
-        first = first or loss.item()
-        wanted.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        theirs.step()
-        theirs.zero_grad()
-        model.backward()
-        optimizer.clip(1.0)
-        optimizer.step(1e-3)
-    assert loss.item() < first - 0.5
+    model, optimizer = trained_beside(net, tmp_path / "hf", cfg, batches(2, V, S) * 10)
+    [tokens] = batches(1, V, S - 1)
     save_states(tmp_path, optimizer, cfg, 20)
     convert.to_hf(tmp_path, tmp_path / "back")
     assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
@@ -226,11 +216,11 @@ def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     optimizer.load(made.items())
     save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")
-    read, whole = [], dict(hf_tensors(tmp_path / "hf", cfg))
+    read, whole = [], dict(HfWeights(tmp_path / "hf", cfg))
     get = weights.Stored.__getitem__
     monkeypatch.setattr(weights.Stored, "__getitem__",
                         lambda *args: (got := get(*args), read.append(got.numel()))[0])
-    parts = [dict(hf_tensors(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
+    parts = [dict(HfWeights(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
     for name, p in model_parameters(cfg).items():
         both = [part[name] for part in parts]
         assert torch.equal(torch.cat(both, p.split_dim) if p.split_dim is not None else both[0], whole[name])
@@ -556,11 +546,11 @@ def test_the_index_says_where_a_tensor_lies(tmp_path, hf, capsys):
 def test_a_tied_model_may_be_stored_under_the_heads_name(tmp_path):
     saved(tmp_path, LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True)
     cfg = load_config([f"--init_from=hf:{tmp_path}"])
-    wanted = dict(hf_tensors(tmp_path, cfg))
+    wanted = dict(HfWeights(tmp_path, cfg))
     tensors = all_tensors(tmp_path)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     for file in tmp_path.glob("model*"):
         file.unlink()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    got = dict(hf_tensors(tmp_path, cfg))
+    got = dict(HfWeights(tmp_path, cfg))
     assert got.keys() == wanted.keys() and all(torch.equal(wanted[n], t) for n, t in got.items())

@@ -12,7 +12,7 @@ from memo.huggingface import FAMILIES, family_of, model_keys, weights_of
 from memo.rope import parse_scaling, scaled
 from memo.verify import reference
 from memo.verify.reference import Reference, attend, loss_and_gradients, rotary_frequencies
-from memo.weights import alike, hf_tensors
+from memo.weights import HfWeights, alike
 from tests.helpers import CPU, LLAMA, perturbed_weights, random_batch
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129)
@@ -118,7 +118,7 @@ def test_loss_and_gradients_are_those_of_transformers(name, tmp_path, monkeypatc
     net.save_pretrained(tmp_path)
     cfg = Config(**model_keys(tmp_path) | dict(block_size=64))
     tokens = torch.randint(300, (2, 65))
-    loss, gradients = loss_and_gradients(cfg, hf_tensors(tmp_path, cfg), tokens[:, :-1], tokens[:, 1:])
+    loss, gradients = loss_and_gradients(cfg, HfWeights(tmp_path, cfg), tokens[:, :-1], tokens[:, 1:])
     net.double()
     logits = net(tokens[:, :-1]).logits.double()
     want = -logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).mean()

@@ -234,8 +234,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
 
-    telling = progress(lambda: f"measuring {doing}") if axis.rank == 0 else nullcontext()
-    with telling, opened_arena(device) as arena:
+    with progress(lambda: f"measuring {doing}", axis.rank == 0), opened_arena(device) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
                     timings_of: Callable[..., Timings] = timings) -> None:
             # a segment's first run is recorded, the others have planned memory
