@@ -50,6 +50,14 @@ RUNS = {  # name: (ranks, keys)
     "cp2 ulysses": (2, "--alpha=0.5 --cp=2 --context_parallel=ulysses"),
     "dp2": (2, "--alpha=0.5"),
     "tp2 cp2 dp2": (8, "--alpha=0.5 --tp=2 --cp=2 --batch_size=2"),
+    "metp": (2, "--alpha=0.5 --tp=2 --tensor_parallel=metp"),
+    "states host": (2, "--alpha=0.5 --states=host"),
+    "states sharded": (2, "--alpha=0.5 --states=sharded --tie_embeddings=false"),
+    "optimizer on host, dp2 tp2": (4, "--alpha=0.5 --tp=2 --optimizer_device=cpu"),
+    "fp8": (1, "--alpha=0.5 --matmul=fp8"),
+    "pp2": (2, "--alpha=0.5 --pp=2 --subsequences=4 --batch_size=1"),
+    **{f"{N} {order}": (1, f"--alpha=0.5 --subsequences={N} --unit_order={order}")
+       for N in (3, 8) for order in ("layer", "subsequence")},
     "pp2 msp": (2, "--alpha=0.5 --pp=2 --subsequences=4 --batch_size=1 --msp=true --deterministic=true"),
 }
 RESUMED = {"resume alpha 0.5": "alpha 0.5", "resume tp2 cp2 dp2": "tp2 cp2 dp2"}  # both in one process
