@@ -47,6 +47,7 @@ from memo.parallel.tp import local
 from memo.planner.allocator import Arena, NoArena
 from memo.protocols import Source
 from memo.rope import parse_scaling, scaled
+from memo.schedule.access import Content, Part
 from memo.schedule.execute import Work
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams, settle
@@ -158,10 +159,10 @@ class GPT:
         cfg, tp = self.cfg, self.mesh.weights
         self.close()  # free the old before taking the new
         placement = placement or all_kept(cfg, B, T)
-        start, end = self.buckets[1]  # those of all layers are equally long, in all stages
+        # parameters of all layers are equally long, in all stages
         self.swap = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
-                         key_shape=self.key_shape, gradients=self.grads.numel() > 0, numel=end - start,
-                         states=self.states, streams=streams, pin=pin)
+                         key_shape=self.key_shape, gradients=self.grads.numel() > 0,
+                         params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
         lending = self.swap.lending
         self.guest_blocks = [self.guest_block(*place) for place in zip(
             lending.weights, lending.gradients, strict=True)] if lending else []
@@ -287,24 +288,10 @@ class GPT:
         """What a stage sends to another one, or receives from there; the step's stream waits for it."""
         if step.peer is not None:
             axis = self.mesh.lanes[step.stream]
-            tensors = self.swap.lending.message(step, self.swap.whole, self.layer_params)
-            (axis.send if step.op is Op.SEND else axis.receive)(*tensors).wait()
-            return
-        # all rows of the subsequence, also those that helpers compute: these come home first
-        x, y = self.swap.whole[step.unit]
-        match step.op, step.back:
-            case Op.RECEIVE, False:
-                self.mesh.before.x.receive(x).wait()
-            case Op.SEND, False:
-                self.mesh.behind.x.send(y).wait()
-            case Op.RECEIVE, True:
-                self.mesh.behind.dx.receive(y).wait()
-            case Op.SEND, True:
-                self.mesh.before.dx.send(x).wait()
-
-    def layer_params(self, layer: int) -> torch.Tensor:
-        """Of a layer of this stage, flat."""
-        return self.bucket_params[layer + 1]
+        else:  # activations go up, gradients down
+            link = self.mesh.behind if (step.op is Op.SEND) != step.back else self.mesh.before
+            axis = link.dx if step.back else link.x
+        (axis.send if step.op is Op.SEND else axis.receive)(*self.swap.message(step)).wait()
 
     def computing(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
         """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
@@ -312,7 +299,7 @@ class GPT:
         layer, i = step.unit
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.op is Op.ADD:
-            return f"{step.kind} {name}", swap.lending.add, step, self.bucket_grads[layer + 1]
+            return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
         block, turn = self.of_unit(step.unit)
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
@@ -351,7 +338,7 @@ class GPT:
         """What is to be 0 before the backward of a unit, which adds to it."""
         s, p = self.swap.units[unit], self.swap.placement
         if unit[1] in p.guest_of:
-            return self.swap.lending.zeroed(unit)
+            return self.swap.views(Part(Content.REPAID, unit))
         # the first of the layer's to come; what helpers add to is 0 by then
         first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent
         return [t for pair in s.sums for t in pair] if first else []

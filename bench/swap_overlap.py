@@ -26,8 +26,10 @@ from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
 from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows
+from memo.swap.sizes import Sizes
 from model import GPT, initial_weights
 
 CFG = Config(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
@@ -117,7 +119,7 @@ def measure(bench, bytes_per_s, rounds):
     seen = {name: dict(step_s=[], hidden_s=[], sum_s=[]) for name in cases}
     for _ in range(rounds):
         for name, (_, p) in cases.items():
-            copy_s = sum(n for _, n in p.swapped(0, tensors).values()) / bytes_per_s
+            copy_s = Sizes(p, tensors).moved(Step(Op.OFFLOAD, Unit(0, 0), Moved.ACTIVATIONS)) / bytes_per_s
             bench.rate(None)
             fast = min(bench.run(p), key=lambda r: r[0])[1]
             bench.rate(bytes_per_s)

@@ -16,13 +16,13 @@ from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import tensors_of
-from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, helpers, shares_of
+from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, guest_number, helpers, shares_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import placed
-from memo.swap.shared_bytes import SharedBytes, shared_regions
+from memo.swap.sizes import Sizes, shared_regions
 
 FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
 
@@ -96,13 +96,13 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved],
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:
         return lambda moved, piece, back: 0.0
-    sizes = SharedBytes(placed(cfg, 2), tensors_of(cfg, home.itemsize), lanes.numel)
+    sizes = Sizes(placed(cfg, 2), tensors_of(cfg, home.itemsize), lanes.numel)
 
     def seconds(moved: Sequence[Moved], piece: Help, back: bool) -> float:
-        unit = Unit(0, piece.subsequence)
+        unit = Unit(0, guest_number(piece, cfg.n_subsequences))
         steps = [Step(Op.SEND, unit, what, back, piece.helper) for what in moved]
         together = max(piece.turns, piece.together)
-        return fsum(lanes.seconds(sizes.sent(step), step, together) for step in steps)
+        return fsum(lanes.seconds(sizes.moved(step), step, together) for step in steps)
     return seconds
 
 

@@ -13,6 +13,7 @@ from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import StateSeconds, compute_seconds, swap_s
 from memo.layer import decoder_layer, groups_of, tensors_of
 from memo.profiler import MeasuredUnit
+from memo.schedule.step import Op
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
     AlphaProblem,
@@ -25,6 +26,7 @@ from memo.swap.alpha import (
 )
 from memo.swap.placement import Placement, rows
 from memo.swap.placing import placed, resting
+from memo.swap.sizes import Sizes
 from testing.paper import PAPER
 from tests.helpers import gpt_layer
 
@@ -392,14 +394,16 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     problem = replace(problem, offload_bytes_per_s=link)
     stays = resting(problem)
     placement = replace(p, stays=stays)
-    travels, rests = ([sum(n for _, n in placement.swapped(k, problem.tensors, here).values())
-                       for k in range(N)] for here in (False, True))
+    sizes = Sizes(placement, problem.tensors)
+    travels = [sizes.moved(step) for step in placement.schedule() if step.op is Op.OFFLOAD]
+    rests = [sum(n for _, n in placement.kept_bytes(k, problem.tensors, resident=True).values())
+             for k in range(N)]
     row = problem.all_bytes / sum(cuts)
     for i in range(N - 2):
         assert travels[i] + rests[i] == A[i]  # nothing is computed again
         assert travels[i] == pytest.approx(min(A[i], link), abs=row)
         assert travels[i] <= min(A[i], link) + 1
-    assert travels[-2:] == [0, 0]  # the last ones stay in their buffers
+    assert len(travels) == N - 2 and rests[-2:] == [0, 0]  # the last ones stay in their buffers
     units = [MeasuredUnit(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
     forward, backward, stall = swap_s(placement, problem.tensors, compute_seconds(placement, units), link)
     assert (forward, backward, stall) == (N, 2 * N, 0)

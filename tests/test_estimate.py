@@ -40,7 +40,9 @@ from memo.planner import rehearsal
 from memo.planner.trace import parse_trace
 from memo.planner.trace_step import trace_step
 from memo.run import arena_here
+from memo.schedule.step import Moved, Op, Step, Unit
 from memo.swap.placement import Placement
+from memo.swap.sizes import Sizes
 from model import GPT
 from testing.paper import LONG, PAPER, of_that_width, paper_config, rows_of_table3
 from testing.ranks import PROCESSES, TIMEOUT_S, pool
@@ -312,7 +314,8 @@ def test_ranks_hold_what_was_estimated(layout):
 def by_events(p, tensors, forward_s, backward_s, recompute_s, rate):
     """The schedule once more: the time of each event from those it waits for."""
     L, n = p.n_layer, p.n_buffers
-    copy = [sum(b for _, b in p.swapped(i, tensors).values()) / rate for i in range(L)]
+    sizes = Sizes(p, tensors)
+    copy = [sizes.moved(Step(Op.OFFLOAD, Unit(i, 0), Moved.ACTIVATIONS)) / rate for i in range(L)]
 
     @cache
     def computed(i):

@@ -35,7 +35,7 @@ from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, ot
 from memo.schedule.waits import schedule
 from memo.sharing import decided_shares, even_shares, shared, with_shares
 from memo.subsequences import slice_lengths, subsequence_lengths
-from memo.swap.shared_bytes import SharedBytes
+from memo.swap.sizes import Sizes
 from model import GPT
 from testing.paper import SPPO
 from testing.ranks import pool
@@ -278,11 +278,11 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
             model = GPT(replace(cfg, stage=stage), CPU, torch.float32, mesh=Mesh(weights=Axis("tp", tp)))
             model.reserve(1, cfg.block_size)
             swap = model.swap
-            sizes = SharedBytes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
+            sizes = Sizes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
             steps, evaluation = (swap.placement.schedule(trains) for trains in (True, False))
             for step in (step for step in steps if step.is_message and step.peer is not None):
-                tensors = swap.lending.message(step, swap.whole, model.layer_params)
-                assert sum(t.nbytes for t in tensors) == sizes.sent(step) > 0
+                tensors = swap.message(step)
+                assert sum(t.nbytes for t in tensors) == sizes.moved(step) > 0
                 sent[stage, step] = [(t.numel(), t.dtype) for t in tensors]
             schedules.append((steps, evaluation))
             model.close()

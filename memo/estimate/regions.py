@@ -22,7 +22,7 @@ from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import LANES, n_communicators
 from memo.swap.alpha import SwapPlan
 from memo.swap.placement import Placement
-from memo.swap.shared_bytes import shared_regions
+from memo.swap.sizes import shared_regions
 
 
 class Line(NamedTuple):

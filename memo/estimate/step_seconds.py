@@ -11,13 +11,13 @@ from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import bucket_numels, weights_in_turns
-from memo.layer import CHUNK_ROWS, INPUT, Tensor, head_rows, logit_bytes, tensors_of
+from memo.layer import CHUNK_ROWS, Tensor, head_rows, logit_bytes, tensors_of
 from memo.schedule.periods import Totals, totals_of
 from memo.schedule.program import EMBEDDING, LAYER_PLACES, keys_leave
 from memo.schedule.step import COPIES, Moved, Op, Step
 from memo.subsequences import subsequence_lengths
 from memo.swap.placement import Placement
-from memo.swap.shared_bytes import SharedBytes, help_of
+from memo.swap.sizes import Sizes
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -25,26 +25,13 @@ ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, a
 BUCKETS = 30
 
 
-def with_copies(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable[[Step], float],
+def with_copies(sizes: Sizes, compute_s: Callable[[Step], float],
                 bytes_per_s: float) -> Callable[[Step], float]:
     """-> what gives the seconds of a step that copies, and of others compute_s(step)."""
-    p = placement
-    copied = {k: sum(nbytes for _, nbytes in p.swapped(k, tensors).values()) for k in set(p.like)}
-    keys, row = p.keys_swapped(tensors), p.row_bytes(tensors[INPUT])
-
     def seconds(step: Step) -> float:
-        k = p.number.get(step.unit, -1)  # of others none
         if step.op not in COPIES or step.of_states:
             return compute_s(step)
-        match step.moved:
-            case Moved.ACTIVATIONS if step.op is Op.OFFLOAD:
-                return copied[p.like[k]] / bytes_per_s
-            case Moved.ACTIVATIONS:  # the layer below has sent the input
-                back = row * p.rows(k) * (step.unit in p.stream_rows and not p.x_stays)
-                return (copied[p.like[k]] + back) / bytes_per_s
-            case Moved.KEYS:
-                return keys[k] / bytes_per_s
-        return row * p.rows(k) / bytes_per_s
+        return sizes.moved(step) / bytes_per_s
     return seconds
 
 
@@ -54,7 +41,7 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
     computes; embedding and head are counted by themselves."""
     p = placement
     return totals_of(p.fates, p.n_layer, p.subsequences, p.order,
-                     with_copies(p, tensors, compute_s, bytes_per_s))
+                     with_copies(Sizes(p, tensors), compute_s, bytes_per_s))
 
 
 class UnitRates(Protocol):
@@ -208,9 +195,10 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
                   bytes_per_s: float, ends: Ends) -> Callable[[Step], float]:
     """-> what gives the seconds of a step of a stage's schedule. Those of head and embedding are shared out
     by tokens."""
-    p, others = placement, with_copies(placement, tensors, compute_seconds(placement, units), bytes_per_s)
-    cuts, lanes = p.cuts or (p.n_rows,), ends.lanes
-    shared = SharedBytes(p, tensors, lanes.numel) if lanes else None
+    p, lanes = placement, ends.lanes
+    sizes = Sizes(p, tensors, lanes.numel if lanes else 0)
+    others = with_copies(sizes, compute_seconds(p, units), bytes_per_s)
+    cuts = p.cuts or (p.n_rows,)
 
     def seconds(step: Step) -> float:
         i = step.unit.subsequence
@@ -221,14 +209,14 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
                 return ends.embedding_s / 2 * cuts[i] / p.n_rows
             case Op.SEND if step.peer is None:
                 return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
-        if lanes and shared and step.op is Op.SEND:
-            piece = help_of(p, step)
-            return lanes.seconds(shared.sent(step), step, max(piece.turns, piece.together))
-        if lanes and shared and step.op is Op.ADD:  # two are read, one is written
-            return 3 * shared.sent(step) / lanes.memory_bytes_per_s
-        if lanes and shared and step.op is Op.BACKWARD and i in p.guest_of:
-            zeroed = step._replace(moved=Moved.REPAYMENT)  # what is sent then, and was 0 before
-            return others(step) + shared.sent(zeroed) / lanes.memory_bytes_per_s
+            case Op.SEND if lanes:
+                piece, _ = sizes.memory.help_of(step)
+                return lanes.seconds(sizes.moved(step), step, max(piece.turns, piece.together))
+            case Op.ADD if lanes:  # two are read, one is written
+                return 3 * sizes.moved(step) / lanes.memory_bytes_per_s
+            case Op.BACKWARD if lanes and i in p.guest_of:
+                zeroed = Step(Op.SEND, step.unit, Moved.REPAYMENT, True, p.guest_of[i].stage)  # before
+                return others(step) + sizes.moved(zeroed) / lanes.memory_bytes_per_s
         return others(step)
     return seconds
 

@@ -3,14 +3,19 @@
 A place is a region of memory that streams use one after the other; a step reads some places and writes some.
 What is read and then written over, or added to, stands among the writes alone: a write waits for the last
 writer and for all readers since. Memory that only the compute stream touches needs no place.
+
+A copy or a message moves parts of what units have, the same at both ends. It touches the places where these
+lie, and a helper's messages some more, which they guard. Bytes of parts: memo/swap/sizes.py; their tensors:
+memo/swap/buffers.py.
 """
 
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
-from memo.msp import guest_number
+from memo.msp import Help, guest_number
 from memo.schedule.help import pieces_of, turns_of
 from memo.schedule.program import (
     EMBEDDING,
@@ -23,7 +28,7 @@ from memo.schedule.program import (
     units_in_order,
 )
 from memo.schedule.states import ADDS, States
-from memo.schedule.step import Moved, Op, Step, Unit
+from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 
 
 class Region(Enum):
@@ -51,12 +56,9 @@ class Region(Enum):
     SUMS = "sums of key gradients"
     SUMS_ROWS = "helper's rows of sums of key gradients"
     REPAID = "place for what is repaid by stage"
-    # of a helper
+    # of a helper; guests cut the last two differently: a part of one may lie over any of another
     GUEST_STREAM = "stream of guest"
-    LOAN = "loan"
-    ROWS = "rows before a guest's"
-    ROW_SUMS = "sums before a guest's"
-    GUEST_KEYS = "keys and values of a guest"
+    GUEST_KEYS = "keys and values of a guest"  # and the weights
     GUEST_GRADIENTS = "gradients of a guest"
 
     __hash__ = object.__hash__
@@ -73,6 +75,31 @@ class Place(NamedTuple):
 
 
 Places = list[Place]
+LEAVING = Op.OFFLOAD, Op.SEND  # the device
+
+
+class Content(Enum):
+    """What a copy or a message moves of a unit. Of a stream: or the gradient there."""
+
+    KEPT = "what survives of it, but for its input"
+    INPUT = "its input"
+    SWEPT = "its input, where a sweep reads it"
+    BELOW = "its input in the stream"
+    ABOVE = "its output in the stream"
+    KEYS = "its keys and values"
+    SUMS = "the sums of their gradients"
+    LOAN = "its layer's parameters, keys and values of the subsequences before"
+    REPAID = "gradients of these"
+
+    __hash__ = object.__hash__
+
+
+class Part(NamedTuple):
+    """What a copy or a message moves of a unit. `rows`: (first, end) of its subsequence; None: all."""
+
+    content: Content
+    unit: Unit
+    rows: tuple[int, int] | None = None
 
 
 class Access(NamedTuple):
@@ -104,7 +131,7 @@ class Memory:
         self.guests = {guest_number(piece, subsequences): piece for piece in f.guests}
         self.turn = turns_of(self.units, self.guests)
         self.lent = {(guest_number(piece, subsequences), piece.helper): piece for piece in f.lent}
-        self.helpers = {x: [piece.helper for piece in pieces] for x, pieces in pieces_of(f.lent).items()}
+        self.pieces = pieces_of(f.lent)
         self.keys_of_layer: dict[int, Places] = {}
 
     # --- where things lie ---
@@ -136,13 +163,6 @@ class Memory:
         input."""
         return self.below(unit) if self.several else self.input(Unit(unit.layer + 1, 0))
 
-    def with_rows(self, place: Place, unit: Unit) -> Places:
-        """A place of the stream, with the rows there that helpers compute. Subsequences that have the place
-        in turns may have other helpers there, under other names: what a helper sends comes before the
-        subsequence leaves the place, so before the next one comes."""
-        return [place, *(Place(Region.STREAM_ROWS, (*place.at, helper))
-                         for helper in self.helpers.get(unit.subsequence, ()))]
-
     def keys(self, unit: Unit) -> Place:
         """Where a unit's own keys and values lie."""
         if unit.subsequence in self.guests:
@@ -152,15 +172,52 @@ class Memory:
         layer, i = unit
         return Place(Region.KEYS, (i,) if i else (i, layer % 2))
 
-    def all_keys(self, unit: Unit, helpers: int | None = None) -> Places:
-        """Keys and values of a unit, with those of so many of its helpers (default: all)."""
-        return [self.keys(unit), *(Place(Region.KEYS_ROWS, (*unit, helper))
-                                   for helper in self.helpers.get(unit.subsequence, ())[:helpers])]
+    def places(self, part: Part) -> Places:
+        """Lists where a part lies on the device; of what is repaid: what a home adds it to."""
+        content, unit, rows = part
+        match content:
+            case Content.KEPT:
+                return [self.kept(unit)]
+            case Content.INPUT:
+                return [self.input(unit)]
+            case Content.SWEPT:
+                return [Place(Region.SWEEP, (self.swept[unit] % SWEEP_PLACES,))]
+            case Content.BELOW | Content.ABOVE:
+                own = (self.below if content is Content.BELOW else self.above)(unit)
+                return self.with_helped(own, Region.STREAM_ROWS, unit, rows)
+            case Content.SUMS | Content.REPAID if unit in self.turn:
+                return [Place(Region.GUEST_GRADIENTS, (self.turn[unit],))]
+            case Content.KEYS:
+                return self.with_helped(self.keys(unit), Region.KEYS_ROWS, unit, rows)
+            case Content.SUMS:
+                return self.with_helped(Place(Region.SUMS, unit), Region.SUMS_ROWS, unit, rows)
+            case Content.LOAN if unit in self.turn:
+                return [self.keys(unit)]
+        # the layer's parameters need no place: nobody writes them meanwhile
+        one = Content.KEYS if content is Content.LOAN else Content.SUMS
+        return [place for x in range(unit.subsequence)
+                for place in self.places(Part(one, Unit(unit.layer, x)))]
 
-    def sums(self, unit: Unit, helpers: int | None = None) -> Places:
-        """The sums of gradients of keys and values of a unit, of a home."""
-        return [Place(Region.SUMS, unit), *(Place(Region.SUMS_ROWS, (*unit, helper))
-                                            for helper in self.helpers.get(unit.subsequence, ())[:helpers])]
+    def with_helped(self, own: Place, helped: Region, unit: Unit, rows: tuple[int, int] | None) -> Places:
+        """Cuts the place of a unit's rows, or of some: the stage's own come first, then those of helpers.
+
+        Subsequences that have a place in turns may have other helpers there, under other names: what a helper
+        sends comes before the subsequence leaves the place, so before the next one comes."""
+        if unit in self.turn:
+            return [own]
+        first, end = rows or (0, inf)
+        return [own] * (first == 0) + [Place(helped, (*own.at, piece.helper))
+                                       for piece in self.pieces.get(unit.subsequence, ())
+                                       if first <= piece.first and piece.end <= end]
+
+    def slab(self, part: Part) -> Place:
+        """Finds the host's copy of a part."""
+        content, unit, _ = part
+        if content in (Content.BELOW, Content.ABOVE):
+            return Place(Region.SLAB_STREAM, (unit.layer + (content is Content.ABOVE), unit.subsequence))
+        if unit in self.streamed and content in (Content.INPUT, Content.SWEPT):
+            return Place(Region.SLAB_STREAM, unit)
+        return Place(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, unit)
 
     def prefix(self, unit: Unit, own: bool) -> Places:
         """Keys and values that a unit's attention reads: of the subsequences before; with `own` its own
@@ -170,23 +227,67 @@ class Memory:
             return []
         if self.fates.keys != "copied" and not (self.fates.lent or self.fates.guests):
             return []  # nobody but the compute stream touches them
-        if unit in self.turn:  # in a backward its own come with the loan
-            loan = Place(Region.LOAN, (self.turn[unit],))
-            return [loan] if own else [loan, Place(Region.ROWS, (self.turn[unit],))]
+        if unit in self.turn:
+            return [self.keys(unit)]
         if self.fates.lent:
-            earlier = [place for x in range(i) for place in self.all_keys(Unit(layer, x))]
-            return earlier + [self.keys(unit)] * own
+            return self.places(Part(Content.LOAN, unit)) + [self.keys(unit)] * own
         if layer not in self.keys_of_layer:
             self.keys_of_layer[layer] = [self.keys(Unit(layer, x)) for x in range(self.subsequences)]
         return self.keys_of_layer[layer][:i + own]
-
-    def sweep_place(self, unit: Unit) -> Place:
-        return Place(Region.SWEEP, (self.swept[unit] % SWEEP_PLACES,))
 
     @cached_property
     def swept(self) -> dict[Unit, int]:
         """Numbers the units whose input comes back for a sweep."""
         return {unit: number for number, unit in enumerate(swept_inputs(self.fates, self.units))}
+
+    # --- what moves ---
+
+    def moves(self, step: Step) -> list[Part]:
+        """States what a copy moves, or a message, whose ends have the same parts in the same order; of an
+        addition what it adds. Nothing of other steps, nor of states."""
+        unit = step.unit
+        match step.moved:
+            case Moved.ACTIVATIONS:
+                kept = [Part(Content.KEPT, unit)] * (self.number[unit] not in self.fates.input_only)
+                # the layer below has sent an input that is in the stream
+                inside = not self.fates.x_stays and (step.op is Op.PREFETCH or unit not in self.streamed)
+                return kept + [Part(Content.INPUT, unit)] * inside
+            case Moved.KEYS:
+                return [Part(Content.KEYS, unit)]
+            case Moved.INPUT:
+                return [Part(Content.SWEPT, unit)]
+            case Moved.STREAM | Moved.GRADIENT:  # activations go up, gradients down
+                up = (step.moved is Moved.STREAM) == (step.op in LEAVING)
+                return [Part(Content.ABOVE if up else Content.BELOW, unit)]
+        return self.helps(step) if step.peer is not None else []
+
+    def helps(self, step: Step) -> list[Part]:
+        """States the same of what goes between a home and a helper."""
+        piece, unit = self.help_of(step)
+        own, before, up_to = (piece.first, piece.end), (0, piece.first), (0, piece.end)
+        below = [Part(Content.BELOW, unit, own)] * (unit.layer == 0)
+        above = [Part(Content.ABOVE, unit, own)] * (unit.layer == piece.layers - 1)
+        match step.moved, step.back:
+            case Moved.LOAN, back:
+                return [Part(Content.LOAN, unit)] + [Part(Content.KEYS, unit, up_to)] * back
+            case Moved.ROWS, False:
+                return [Part(Content.KEYS, unit, before), *below]
+            case Moved.ROWS, True:
+                return [Part(Content.SUMS, unit, up_to), *above]
+            case Moved.RESULTS, False:
+                return [Part(Content.KEYS, unit, own), *above]
+            case Moved.RESULTS, True:
+                return [Part(Content.SUMS, unit, before), *below]
+        return [Part(Content.REPAID, unit)]
+
+    def help_of(self, step: Step) -> tuple[Help, Unit]:
+        """Finds what a step between a home and a helper is about, and this stage's unit."""
+        layer, number = step.unit
+        if number in self.guests:
+            return self.guests[number], step.unit
+        assert step.peer is not None
+        piece = self.lent[number, step.peer]
+        return piece, Unit(layer, piece.subsequence)
 
     # --- who touches it ---
 
@@ -194,12 +295,14 @@ class Memory:
         """States what a step touches."""
         if step.of_states:
             return self.of_states(step)
-        if step.peer is not None:
-            touched = (self.of_helper if step.unit in self.turn else self.of_home)(step)
+        if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
+            assert step.peer is not None  # the helper
+            repaid = [Place(Region.REPAID, (step.peer,))]
+            touched = Access(repaid, self.places(*self.moves(step))) if step.computes else Access([], repaid)
         elif step.computes:
             touched = COMPUTES[step.op](self, step.unit)
         else:
-            touched = MOVES[step.op, step.moved](self, step.unit)
+            touched = self.of_parts(step)
         for layer in self.layers_of(step):
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))
@@ -265,7 +368,7 @@ class Memory:
     # --- steps that compute ---
 
     def embed(self, unit: Unit) -> Access:
-        return Access([], self.with_rows(self.below(unit), unit))
+        return Access([], self.places(Part(Content.BELOW, unit)))
 
     def forward(self, unit: Unit) -> Access:
         own = [self.input(unit), self.keys(unit)] if self.several else []
@@ -274,22 +377,24 @@ class Memory:
 
     def head(self, unit: Unit) -> Access:
         # the gradient takes the place of what it is made of
-        return Access([], self.with_rows(self.above(unit), unit))
+        return Access([], self.places(Part(Content.ABOVE, unit)))
 
     def recompute(self, unit: Unit) -> Access:
-        reads, writes = self.survives(unit) + [self.input(unit)], [self.rest(unit)]
         if self.number[unit] in self.fates.input_only:
-            reads += self.prefix(unit, own=True)
-            writes.append(self.kept(unit))
+            reads = [self.input(unit), *self.prefix(unit, own=True)]
+            writes = [self.rest(unit), self.kept(unit)]
+        else:
+            reads, writes = [self.kept(unit), self.input(unit)], [self.rest(unit)]
         if unit in self.turn:
-            reads.append(Place(Region.LOAN, (self.turn[unit],)))
+            reads.append(self.keys(unit))
         return Access(reads, writes)
 
     def sweep(self, unit: Unit) -> Access:
-        return Access([self.sweep_place(unit) if unit in self.swept else self.input(unit)], [self.keys(unit)])
+        content = Content.SWEPT if unit in self.swept else Content.INPUT
+        return Access(self.places(Part(content, unit)), [self.keys(unit)])
 
     def backward(self, unit: Unit) -> Access:
-        k, fates, (layer, i) = self.number[unit], self.fates, unit
+        k, fates = self.number[unit], self.fates
         reads = self.prefix(unit, own=True)
         # the gradients of input and output take the places of these
         writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
@@ -298,105 +403,27 @@ class Memory:
         if k in fates.rebuilt or not (k in fates.copied or (self.shares and k < len(self.units) - 1)):
             reads = [self.rest(unit), *reads]
         if unit in self.turn:
-            at = (self.turn[unit],)
-            writes += [Place(region, at) for region in (Region.LOAN, Region.ROW_SUMS, Region.GUEST_GRADIENTS)]
+            writes += [self.keys(unit), *self.places(Part(Content.REPAID, unit))]
         elif fates.lent:  # it adds to the sums of all before it and of its own, and uses its keys up
-            earlier = [place for x in range(i) for place in self.sums(Unit(layer, x))]
-            writes += [self.keys(unit), Place(Region.SUMS, unit), *earlier]
+            writes += [self.keys(unit), Place(Region.SUMS, unit), *self.places(Part(Content.REPAID, unit))]
         return Access(reads, writes)
 
     def embed_backward(self, unit: Unit) -> Access:
-        return Access(self.with_rows(self.below(unit), unit), [])
+        return Access(self.places(Part(Content.BELOW, unit)), [])
 
     def zero(self, unit: Unit) -> Access:
         """The sums of all units of a home, which helpers add to before its own backwards do."""
         return Access([], [place for layer in range(self.layers) for x in range(self.subsequences)
-                           for place in self.sums(Unit(layer, x))])
+                           for place in self.places(Part(Content.SUMS, Unit(layer, x)))])
 
-    # --- copies, and messages with the neighbours ---
+    # --- copies and messages ---
 
-    def offload(self, unit: Unit) -> Access:
-        kept, sent = self.survives(unit), [] if unit in self.streamed else self.own_input(unit)
-        return Access(kept + sent, [Place(Region.SLAB, unit)])
-
-    def prefetch(self, unit: Unit) -> Access:
-        kept, inputs = self.survives(unit), self.own_input(unit)
-        reads = [Place(Region.SLAB, unit)]
-        if inputs and unit in self.streamed:
-            reads.append(Place(Region.SLAB_STREAM, unit))
-        return Access(reads, kept + inputs)
-
-    def survives(self, unit: Unit) -> Places:
-        return [] if self.number[unit] in self.fates.input_only else [self.kept(unit)]
-
-    def own_input(self, unit: Unit) -> Places:
-        return [] if self.fates.x_stays else [self.input(unit)]
-
-    def prefetch_input(self, unit: Unit) -> Access:
-        region = Region.SLAB_STREAM if unit in self.streamed else Region.SLAB
-        return Access([Place(region, unit)], [self.sweep_place(unit)])
-
-    def offload_stream(self, unit: Unit) -> Access:
-        """An output that leaves, or the gradient of the last one."""
-        return Access(self.with_rows(self.above(unit), unit), [slab_above(unit)])
-
-    def prefetch_gradient(self, unit: Unit) -> Access:
-        return Access([slab_above(unit)], self.with_rows(self.above(unit), unit))
-
-    # --- a helper's messages with a home ---
-
-    def of_helper(self, step: Step) -> Access:
-        unit, at = step.unit, (self.turn[step.unit],)
-        loan, rows, sums, keys, gradients = (Place(region, at) for region in (
-            Region.LOAN, Region.ROWS, Region.ROW_SUMS, Region.GUEST_KEYS, Region.GUEST_GRADIENTS))
-        first, last = unit.layer == 0, unit.layer == self.guests[unit.subsequence].layers - 1
-        stream = [self.below(unit)]
-        match step.op, step.moved, step.back:
-            case Op.RECEIVE, Moved.LOAN, _:
-                return Access([], [loan, keys] if step.back else [loan])
-            case Op.RECEIVE, Moved.ROWS, back:
-                return Access([], [sums if back else rows, *stream * (last if back else first)])
-            case Op.SEND, Moved.RESULTS, True:
-                return Access([sums, gradients, *stream * first], [])
-            # guests cut these places differently: the next one's loan may lie over this one's keys
-            case Op.SEND, Moved.RESULTS, False:
-                return Access([loan, rows, keys, *stream * last], [])
-            case Op.SEND, Moved.REPAYMENT, _:
-                return Access([sums, gradients], [])
-        raise ValueError(f"{step}: a helper has no such message")
-
-    # --- a home's messages with a helper ---
-
-    def of_home(self, step: Step) -> Access:
-        helper, (layer, number) = step.peer, step.unit
-        assert helper is not None
-        x = self.lent[number, helper].subsequence
-        unit, j = Unit(layer, x), self.helpers[x].index(helper)
-        first, last = layer == 0, layer == self.layers - 1
-        before, repaid = [Unit(layer, i) for i in range(x)], Place(Region.REPAID, (helper,))
-        rows = [Place(Region.STREAM_ROWS, (*self.below(unit).at, helper))]
-        match step.op, step.moved, step.back:
-            case Op.SEND, Moved.LOAN, back:
-                own = self.all_keys(unit, j + 1) if back else []
-                return Access([*(place for other in before for place in self.all_keys(other)), *own], [])
-            case Op.SEND, Moved.ROWS, True:
-                return Access([*self.sums(unit, j + 1), *rows * last], [])
-            case Op.SEND, Moved.ROWS, False:
-                return Access([*self.all_keys(unit, j), *rows * first], [])
-            case Op.RECEIVE, Moved.RESULTS, True:
-                return Access([], [*self.sums(unit, j), *rows * first])
-            case Op.RECEIVE, Moved.RESULTS, False:
-                return Access([], [Place(Region.KEYS_ROWS, (*unit, helper)), *rows * last])
-            case Op.RECEIVE, Moved.REPAYMENT, _:
-                return Access([], [repaid])
-            case Op.ADD, _, _:
-                return Access([repaid], [place for other in before for place in self.sums(other)])
-        raise ValueError(f"{step}: a home has no such message")
-
-
-def slab_above(unit: Unit) -> Place:
-    """The host's copy of what lies above a unit."""
-    return Place(Region.SLAB_STREAM, (unit.layer + 1, unit.subsequence))
+    def of_parts(self, step: Step) -> Access:
+        """States what a copy or a message touches: where its parts lie."""
+        parts = self.moves(step)
+        here = [place for part in parts for place in self.places(part)]
+        there = [self.slab(part) for part in parts] if step.op in COPIES else []
+        return Access(here, there) if step.op in LEAVING else Access(there, here)
 
 
 Touch = Callable[[Memory, Unit], Access]
@@ -404,17 +431,3 @@ COMPUTES: dict[Op, Touch] = {
     Op.EMBED: Memory.embed, Op.FORWARD: Memory.forward, Op.HEAD: Memory.head, Op.RECOMPUTE: Memory.recompute,
     Op.SWEEP: Memory.sweep, Op.BACKWARD: Memory.backward, Op.EMBED_BACKWARD: Memory.embed_backward,
     Op.ZERO: Memory.zero}
-MOVES: dict[tuple[Op, Moved | None], Touch] = {
-    (Op.OFFLOAD, Moved.ACTIVATIONS): Memory.offload,
-    (Op.PREFETCH, Moved.ACTIVATIONS): Memory.prefetch,
-    (Op.OFFLOAD, Moved.KEYS): lambda m, unit: Access([m.keys(unit)], [Place(Region.SLAB_KEYS, unit)]),
-    (Op.PREFETCH, Moved.KEYS): lambda m, unit: Access([Place(Region.SLAB_KEYS, unit)], [m.keys(unit)]),
-    (Op.PREFETCH, Moved.INPUT): Memory.prefetch_input,
-    (Op.OFFLOAD, Moved.STREAM): Memory.offload_stream,
-    (Op.PREFETCH, Moved.STREAM): lambda m, unit: Access([Place(Region.SLAB_STREAM, unit)], [m.below(unit)]),
-    (Op.OFFLOAD, Moved.GRADIENT): lambda m, unit: Access([m.below(unit)], [Place(Region.SLAB_STREAM, unit)]),
-    (Op.PREFETCH, Moved.GRADIENT): Memory.prefetch_gradient,
-    (Op.RECEIVE, Moved.STREAM): Memory.embed,  # in the place of the embedding
-    (Op.SEND, Moved.STREAM): lambda m, unit: Access(m.with_rows(m.above(unit), unit), []),
-    (Op.RECEIVE, Moved.GRADIENT): Memory.head,
-    (Op.SEND, Moved.GRADIENT): Memory.embed_backward}

@@ -8,17 +8,18 @@ from math import prod
 
 import torch
 
-from memo.activations import Activations
+from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
+from memo.schedule.access import Content, Part, Place, Region
 from memo.schedule.execute import Executor, Work
-from memo.schedule.program import EMBEDDING, SWEEP_PLACES, swept_inputs
+from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
-from memo.schedule.step import Moved, Op, Step, Unit
+from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.schedule.waits import Passes
-from memo.swap.lending import Lending, of_rows, of_sequences
+from memo.swap.lending import Lending, flat, of_rows, of_sequences
 from memo.swap.placement import Placement
-from memo.swap.shared_bytes import shared_regions
+from memo.swap.sizes import Sizes, shared_regions
 from memo.swap.slab import HostSlab
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
@@ -48,17 +49,20 @@ class Swap:
     {tensor: the rows to recompute} of unit k. `passes`: the schedules, which `executor` runs.
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
-    passes can be made. `numel`: elements of a layer's parameters, with padding. `lending`: what is sent to
-    stages that compute for this one, and for which it computes. Errors: OutOfHostMemory.
+    passes can be made. `params`: those of each layer, flat, with padding, where other stages compute rows of
+    this one, or the other way round: `lending` then has the places for it. `keys`, `sums`: {unit: as its
+    pieces and sums, with all rows}. Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
                  device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True,
-                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True, numel: int = 0,
-                 states: States | None = None) -> None:
+                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True,
+                 params: Sequence[torch.Tensor] = (), states: States | None = None) -> None:
         p, self.layer = placement, layer
         self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
+        numel = len(params[0]) if params else 0
+        self.params, self.sizes = params, Sizes(p, tensors, numel)
         nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(p, tensors, numel)
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
@@ -77,6 +81,7 @@ class Swap:
                       for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Lending | None = None
+        self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         self.between: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
@@ -98,11 +103,10 @@ class Swap:
         self.layers = [self.units[Unit(i, 0)] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
         self.missing = [missing[like] for like in p.like]
-        self.swept = {unit: number for number, unit in enumerate(swept_inputs(p.fates, p.units))}
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
-        self.pairs = self.swapped_pairs()
         self.executor = Executor(self.streams, self.label)
         self.set_passes(p.passes(states or States(p.n_layer), gradients))
+        self.pairs = self.swapped_pairs()
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this shape at byte `at` of a region."""
@@ -123,19 +127,19 @@ class Swap:
                     for unit in units]
             sums = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
                           torch.float32) for unit in units if gradients]
-            for unit in units:
-                s = self.units[unit]
-                s.pieces, s.sums = (pairs[:unit[1] + 1] for pairs in (keys, sums))
-                if p.lengths[unit[1]] < p.cuts[unit[1]]:
-                    mine = slice(0, p.lengths[unit[1]])
-                    s.pieces, s.sums = ([*pairs[:-1], of_rows(pairs[-1], mine, tokens)]
-                                        for pairs in (s.pieces, s.sums))
-        if not (p.guests or p.lent):
-            return
-        lending = self.lending = Lending(p, self.cut, piece, self.B, numel, row, tokens, self.dtype)
-        for unit in (unit for unit in p.units if unit[1] in p.guest_of):
-            s = self.units[unit]
-            s.pieces, s.sums = (lending.pieces_of(unit, of) for of in (lending.keys, lending.sums))
+            for n, unit in enumerate(units, 1):
+                self.keys[unit], self.sums[unit] = keys[:n], sums[:n]
+        if p.guests or p.lent:
+            self.lending = Lending(p, self.cut, piece, numel, row, self.dtype)
+            self.keys |= self.lending.keys
+            self.sums |= self.lending.sums
+        for unit, s in self.units.items():
+            guest, mine = p.guest_of.get(unit.subsequence), p.rows(p.number[unit])
+            # the rows before a guest's own are a piece
+            last = [(0, guest.first), (guest.first, guest.end)] if guest else [(0, mine)]
+            s.pieces, s.sums = (
+                [*pairs[:-1], *(of_rows(pair, rows, tokens) for pair in pairs[-1:] for rows in last)]
+                for pairs in (self.keys[unit], self.sums[unit]))
 
     def set_passes(self, passes: Passes) -> None:
         """Makes these the schedules."""
@@ -152,64 +156,96 @@ class Swap:
         """The number of a unit's layer; with several subsequences also that of its own."""
         return ".".join(map(str, unit if self.placement.several else unit[:1]))
 
+    # --- what moves ---
+
+    def views(self, part: Part) -> list[torch.Tensor]:
+        """Finds the contiguous tensors that are a part, on the device; of a home's what it lends or sums."""
+        p, (content, unit, rows) = self.placement, part
+        guest = p.guest_of.get(unit.subsequence)
+        match content:
+            case Content.INPUT if unit in self.sizes.memory.streamed:
+                return [self.units[unit].x]
+            case Content.KEPT | Content.INPUT:
+                return self.survivors(part)
+            case Content.SWEPT:
+                return [self.input_of_sweep(unit)]
+            case Content.BELOW | Content.ABOVE:
+                stream = self.whole[unit][content is Content.ABOVE]
+                first, end = (0, guest.rows) if guest else rows or (0, 0)
+                return [stream] if rows is None else [*of_sequences(stream, self.B, first, end)]
+        *before, last = (self.keys if content in (Content.KEYS, Content.LOAN) else self.sums)[unit]
+        if content in (Content.LOAN, Content.REPAID):
+            lending = self.lending
+            assert lending is not None  # it moves with MSP alone
+            if content is Content.LOAN:
+                params = lending.weights[lending.turn[unit]] if guest else self.params[unit.layer]
+                return [params, *flat(before)]
+            return [*([lending.gradients[lending.turn[unit]]] if guest else []), *flat(before)]
+        if rows is None:
+            return [*last]
+        return [sequence for t in of_rows(last, rows, self.key_shape[0]) for sequence in t]
+
+    def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
+        """Finds the bytes of what a unit keeps, or of its input, that the host takes; or, `resident`, that
+        have a copy on the device."""
+        s, k = self.units[part.unit], self.placement.number[part.unit]
+        ranges = self.placement.kept_bytes(k, self.tensors, resident)
+        return [bytes_of(getattr(s, name))[at:at + n] for name, (at, n) in ranges.items()
+                if (name == INPUT) == (part.content is Content.INPUT)]
+
     def swapped_pairs(self) -> dict[Step, Pairs]:
         """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
-        p, pairs, stayed = self.placement, dict[Step, Pairs](), 0
-        keys, slab, end = p.keys_swapped(self.tensors), self.slab, p.stream_bytes(self.tensors)
-
-        def on_host(at: int, mine: torch.Tensor) -> Pairs:
-            assert slab is not None  # it is as large as all that is asked for here
-            return slab.pairs(at, mine)
-
-        def prefetch(unit: Unit, moved: Moved) -> Step:
-            return Step(Op.PREFETCH, unit, moved, back=moved is not Moved.STREAM)
-
-        def offload(unit: Unit, moved: Moved) -> Step:
-            return Step(Op.OFFLOAD, unit, moved, back=moved is Moved.GRADIENT)
-
-        def travels(unit: Unit, moved: Moved, places: Pairs) -> int:
-            for step in (offload(unit, moved), prefetch(unit, moved)):
-                pairs.setdefault(step, []).extend(places)
-            return sum(place.nbytes for place, _ in places)
-
-        def of_stream(boundary: Unit, mine: torch.Tensor) -> Pairs:
-            row, (first, _) = p.row_bytes(self.tensors[INPUT]), p.stream_rows[boundary]
-            return on_host(first * row, bytes_of(mine))
-        leaves = {k: p.swapped(k, self.tensors) for k in set(p.like)}
-        remains = {k: p.swapped(k, self.tensors, resident=True) for k in leaves if p.stays}
-        for k, unit in enumerate(p.units):
-            if unit in p.stream_rows:
-                x, s = self.whole[unit][0], self.units[unit]
-                below = of_stream(unit, x)
-                pairs[prefetch(unit, Moved.STREAM)] = pairs[offload(unit, Moved.GRADIENT)] = below
-                if k < p.n_swapped and not p.x_stays:
-                    pairs[prefetch(unit, Moved.ACTIVATIONS)] = of_stream(unit, s.x)
-                if unit in self.swept:
-                    pairs[prefetch(unit, Moved.INPUT)] = of_stream(unit, self.input_of_sweep(unit))
-            if (above := Unit(unit.layer + 1, unit.subsequence)) in p.stream_rows:
-                leaving = of_stream(above, self.whole[unit][1])
-                pairs[offload(unit, Moved.STREAM)] = pairs[prefetch(unit, Moved.GRADIENT)] = leaving
-            for name, (first, n) in leaves[p.like[k]].items():
-                if name == INPUT and unit in self.swept:  # comes back for the sweep, too
-                    pairs[prefetch(unit, Moved.INPUT)] = on_host(end, bytes_of(self.input_of_sweep(unit)))
-                mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
-                end += travels(unit, Moved.ACTIVATIONS, on_host(end, mine))
-            for name, (first, n) in remains.get(p.like[k], {}).items():
-                mine = bytes_of(getattr(self.units[unit], name))[first:first + n]
-                stays = self.buffers["resident"][stayed:stayed + n]
-                stayed += travels(unit, Moved.ACTIVATIONS, [(mine, stays)])
-            for t in self.units[unit].pieces[-1] if k in keys else ():
-                end += travels(unit, Moved.KEYS, on_host(end, bytes_of(t)))
+        p, sizes, memory = self.placement, self.sizes, self.sizes.memory
+        passes = self.passes
+        copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
+                  if step.op in COPIES and not step.of_states]
+        end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
+        # {(a place in the slab, whether of what survives beside an input there): its first byte}
+        places = {(Place(Region.SLAB_STREAM, unit), False): first * row
+                  for unit, (first, _) in p.stream_rows.items()}
+        pairs = dict[Part, Pairs]()
+        for step in copies:  # to the host first
+            rests = p.stays and step.op is Op.OFFLOAD and step.moved is Moved.ACTIVATIONS
+            for part in reversed(memory.moves(step)):  # inputs first, as a layer has them
+                if part in pairs:
+                    continue
+                place, pairs[part] = (memory.slab(part), part.content is Content.KEPT), []
+                if place not in places:
+                    places[place], end = end, end + sizes.of(part)
+                at = places[place]
+                for t in self.views(part) if sizes.of(part) else ():
+                    assert self.slab is not None  # it is as large as all that goes there
+                    pairs[part] += self.slab.pairs(at, bytes_of(t))
+                    at += t.nbytes
+                for t in self.survivors(part, resident=True) if rests else ():
+                    pairs[part].append((t, self.buffers["resident"][stayed:stayed + t.nbytes]))
+                    stayed += t.nbytes
         assert end == self.host_bytes  # the slab is as large as what goes there
-        return pairs
+        return {step: [pair for part in reversed(memory.moves(step)) for pair in pairs[part]]
+                for step in copies}
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
         """Where the input (n, C) of a unit lies for the sweep: it has come back there, or never left the
         unit."""
-        x = self.units[unit].x
-        if unit not in self.swept:
-            return x
-        return self.sweep_inputs[self.swept[unit] % SWEEP_PLACES][:len(x)]
+        x, swept = self.units[unit].x, self.sizes.memory.swept
+        return self.sweep_inputs[swept[unit] % SWEEP_PLACES][:len(x)] if unit in swept else x
+
+    def message(self, step: Step) -> list[torch.Tensor]:
+        """Finds what a step sends or receives, as long at both ends; or what a home adds."""
+        parts = self.sizes.memory.moves(step)
+        if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
+            assert self.lending is not None and step.peer is not None
+            numel, repaid = len(self.params[0]), self.lending.repaid[step.peer]
+            tensors = [repaid[:numel], repaid[numel:self.sizes.moved(step) // 4]]
+        else:
+            tensors = [t for part in parts for t in self.views(part)]
+        return [t for t in tensors if t.numel()]
+
+    def add(self, step: Step, gradients: torch.Tensor) -> None:
+        """Adds what a helper has repaid to the `gradients` of a layer, flat, and to the sums."""
+        totals = [gradients, *self.views(*self.sizes.memory.moves(step))]
+        for total, more in zip(totals, self.message(step), strict=True):
+            total.add_(more)
 
     def copy_of(self, step: Step) -> Work:
         """Finds what a step copies."""
@@ -221,7 +257,7 @@ class Swap:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
         self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
-        self.whole, self.lending = {}, None
+        self.whole, self.lending, self.keys, self.sums = {}, None, {}, {}
         self.sweep_inputs, self.buffers = [], {}
         if self.slab is not None:
             self.slab.close()

@@ -262,16 +262,14 @@ class Placement(Surroundings):
                 found[name] = slice(0, first) if first else slice(rows, n)
         return found
 
-    def swapped(self, k: int, tensors: dict[str, Tensor],
-                resident: bool = False) -> dict[str, tuple[int, int]]:
+    def kept_bytes(self, k: int, tensors: dict[str, Tensor],
+                   resident: bool = False) -> dict[str, tuple[int, int]]:
         """{tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it stays on
-        the device}. `tensors`: of all rows."""
+        the device}; of its input too, wherever that is. `tensors`: of all rows."""
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
-            kept, first = self.first_kept(k, name)
-            inside = not (self.x_stays or self.units[k] in self.stream_rows) if name == INPUT else (
-                not self.apart(name))
-            if kept and inside:
+            if not self.apart(name):
+                kept, first = self.first_kept(k, name)
                 n = self.copied_rows(self.likes[k], name, kept, resident)
                 ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
@@ -284,12 +282,6 @@ class Placement(Surroundings):
         """Bytes that a unit sends to the host for each row of its keys and values, where these leave."""
         copied = self.several and self.keys == "copied"
         return self.keys_row_bytes(tensors) if copied else 0
-
-    def keys_swapped(self, tensors: dict[str, Tensor]) -> dict[int, int]:
-        """{unit: bytes of its keys and values, which go to the host}."""
-        if not (row := self.sent_keys_row_bytes(tensors)):
-            return {}
-        return {k: row * self.rows(k) for k, unit in enumerate(self.units) if keys_leave(unit, self.n_layer)}
 
     @cached_property
     def stream_rows(self) -> dict[Unit, tuple[int, int]]:
@@ -399,12 +391,12 @@ class Placement(Surroundings):
                 + self.keys_bytes(tensors))
 
     def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of keys_swapped() of all units."""
+        """Bytes of keys and values that go to the host, of all units."""
         leaving = self.forward_order.keys_leaving
         return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
-        """{tensor: bytes of swapped() of all units}."""
+        """{tensor: bytes of what all units send to the host, or to where it stays}."""
         swapped, found = max(0, self.n_swapped), dict[str, int]()
         some = self.units_of_first(swapped) - Counter(self.likes[k] for k in self.gives_up)
         whole = self.units_of_first(swapped) - self.streamed_of_first(swapped)

@@ -1,0 +1,85 @@
+"""Bytes of what copies and messages move (memo/schedule/access.py), and of the places that stages need where
+one computes rows of another. No torch."""
+
+from math import prod
+
+from memo.layer import INPUT, Tensor
+from memo.msp import Help
+from memo.schedule.access import Content, Memory, Part
+from memo.schedule.help import HELPER_PLACES
+from memo.schedule.step import Step
+from memo.swap.placement import Placement
+
+
+class Sizes:
+    """Counts the bytes of parts. `tensors`: of one layer, all rows; `numel`: elements of a layer's
+    parameters, with padding."""
+
+    def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int = 0) -> None:
+        p = self.placement = placement
+        self.memory = Memory(p.fates, p.n_layer, p.subsequences, p.order, trains=True)
+        itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
+        x, keys = p.row_bytes(tensors[INPUT]), p.keys_row_bytes(tensors) if p.several else 0
+        streams = Content.INPUT, Content.SWEPT, Content.BELOW, Content.ABOVE
+        self.row_bytes = dict.fromkeys(streams, x) | dict.fromkeys((Content.KEYS, Content.LOAN), keys)
+        self.row_bytes |= dict.fromkeys((Content.SUMS, Content.REPAID), 4 * (keys // itemsize))
+        self.layer_bytes = {Content.LOAN: itemsize * numel, Content.REPAID: 4 * numel}
+        kept = {k: {name: n for name, (_, n) in p.kept_bytes(k, tensors).items()} for k in set(p.like)}
+        self.input_bytes = {k: nbytes.pop(INPUT, 0) for k, nbytes in kept.items()}
+        self.kept_bytes = {k: sum(nbytes.values()) for k, nbytes in kept.items()}
+
+    def moved(self, step: Step) -> int:
+        """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
+        return sum(map(self.of, self.memory.moves(step)))
+
+    def of(self, part: Part) -> int:
+        """Counts the bytes of a part; of what stays on the device none."""
+        p, (content, unit, rows) = self.placement, part
+        x = unit.subsequence % p.subsequences  # a guest's, too
+        match content:
+            case Content.KEPT:
+                return self.kept_bytes[p.like[p.number[unit]]]
+            case Content.INPUT if unit not in self.memory.streamed:
+                return self.input_bytes[p.like[p.number[unit]]]
+            case Content.LOAN | Content.REPAID:
+                return self.layer_bytes[content] + self.row_bytes[content] * sum(p.cuts[:x])
+            case _ if rows is not None:
+                n = rows[1] - rows[0]
+            case Content.BELOW | Content.ABOVE:
+                n = p.cuts[x] if p.cuts else p.n_rows
+            case Content.INPUT | Content.SWEPT:
+                n = p.first_kept(p.number[unit], INPUT)[0]
+            case _:
+                n = p.rows(p.number[unit])
+        return self.row_bytes[content] * n
+
+
+def keys_before(placement: Placement, piece: Help) -> int:
+    """Rows of the keys and values of the subsequences before that of a piece."""
+    return sum(placement.cuts[:piece.subsequence])
+
+
+def guest_rows(placement: Placement) -> int:
+    """Rows of a helper's place for keys and values."""
+    return max((keys_before(placement, piece) + piece.end for piece in placement.guests), default=0)
+
+
+def repaid_rows(placement: Placement) -> dict[int, int]:
+    """{helper: rows of keys and values of which a home has a place for what the helper repays}."""
+    rows: dict[int, int] = {}
+    for piece in placement.lent:
+        rows[piece.helper] = max(rows.get(piece.helper, 0), keys_before(placement, piece))
+    return rows
+
+
+def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int) -> dict[str, int]:
+    """{region: bytes on the device}: as a helper two places for weights, for keys and values, and for
+    gradients of both; as a home one for what each helper repays. Arguments as for Sizes."""
+    p, sizes = placement, Sizes(placement, tensors, numel)
+    weights, gradients = sizes.layer_bytes.values()
+    keys, sums = (sizes.row_bytes[content] for content in (Content.KEYS, Content.SUMS))
+    found = {"guest_weights": HELPER_PLACES * weights * bool(p.guests),
+             "guest_keys": HELPER_PLACES * guest_rows(p) * keys,
+             "guest_gradients": HELPER_PLACES * (gradients + guest_rows(p) * sums) * bool(p.guests),
+             "repaid": sum(gradients + n * sums for n in repaid_rows(p).values())}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
