@@ -236,16 +236,18 @@ class WorksMark:
     """The end of messages under way, for which several threads may wait."""
 
     def __init__(self, works: Works[torch.Tensor], before: Iterable["WorksMark"]) -> None:
-        self.works, self.lock = works, threading.Lock()
-        self.before = [mark for mark in before if mark.works.works]  # that nobody has waited for
+        self.works: Works[torch.Tensor] | None = works  # None: somebody has waited for them
+        self.lock = threading.Lock()
+        self.before = [mark for mark in before if mark.works]
 
     def wait(self) -> None:
         """Returns when all have ended."""
         for mark in self.before:
             mark.wait()
-        with self.lock:  # gloo brings a sum in wait(): a second one would bring it again
-            self.works.wait()
-        self.before = []
+        with self.lock:  # once: gloo brings a sum in wait(), and a second one would bring it again
+            if self.works is not None:
+                self.works.wait()
+            self.works, self.before = None, []
 
 
 class CpuMessages:
