@@ -70,6 +70,9 @@ class SharedMemory(Memory):
 
     def access(self, step: Step) -> Access:
         unit = step.unit
+        if step.kind == "zero":
+            units = [(layer, x) for layer in range(self.layers) for x in range(self.subsequences)]
+            return Access([], [(place, ("sums", frozenset())) for other in units for place in self.sums(other)])
         if step.peer is not None:
             return self.guest_access(step) if unit[1] in self.guests else self.home_access(step)
         reads, writes, _ = super().access(step)

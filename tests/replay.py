@@ -25,7 +25,6 @@ class Mark(NamedTuple):
     step: Step
 
 
-ZERO: Content = "sums", frozenset()  # to which nobody has added
 RULES = {  # by what a step finds that is not there, or not there for certain
     "x": "a unit is computed after its input", "dx": "a backward comes after that of the layer above",
     "kept": "a unit is read after it is computed",
@@ -117,9 +116,6 @@ def validate_schedule(steps: Schedule, fates: Fates, layers: int, subsequences: 
         clock[stream] = number
         clocks[step], streams[stream], mine = clock, step, Mark(stream, number, step)
         access = memory.access(step)
-        for place, _ in (one for one in access.reads + access.adds if one[0][0].startswith("sums")):
-            if place not in writer:  # zeroed before the backward
-                content[place], writer[place], readers[place] = ZERO, Mark("begin", -1, step), {}
         for place, wanted in access.reads:
             there, other = content.get(place), writer.get(place)
             if other and there == wanted and clock.get(other.stream, -1) >= other.number:
