@@ -72,7 +72,8 @@ class SharedMemory(Memory):
         unit = step.unit
         if step.kind == "zero":
             units = [(layer, x) for layer in range(self.layers) for x in range(self.subsequences)]
-            return Access([], [(place, ("sums", frozenset())) for other in units for place in self.sums(other)])
+            nobody = "sums", frozenset()
+            return Access([], [(place, nobody) for other in units for place in self.sums(other)])
         if step.peer is not None:
             return self.guest_access(step) if unit[1] in self.guests else self.home_access(step)
         reads, writes, _ = super().access(step)
