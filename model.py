@@ -47,8 +47,8 @@ from memo.parallel.tp import local
 from memo.planner.allocator import Arena, NoArena
 from memo.protocols import Source
 from memo.rope import parse_scaling, scaled
-from memo.schedule.access import Content, Part
 from memo.schedule.execute import Work
+from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams, settle
 from memo.schedule.waits import Schedule

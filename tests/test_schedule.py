@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from memo.schedule import periods
-from memo.schedule.access import Access, Memory
+from memo.schedule.access import Memory
 from memo.schedule.listing import listing, shortened
+from memo.schedule.place import Access
 from memo.schedule.program import (
     STREAM_PLACES,
     Fates,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from memo.schedule.access import Place
+from memo.schedule.place import Place
 from memo.schedule.simulate import Times
 from memo.schedule.step import Op, Step
 from memo.schedule.waits import Schedule

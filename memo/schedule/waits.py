@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from memo.schedule.access import Access, Memory, Place
+from memo.schedule.access import Memory
+from memo.schedule.place import Access, Place
 from memo.schedule.program import Fates, program
 from memo.schedule.states import States
 from memo.schedule.step import Step

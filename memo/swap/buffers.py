@@ -10,8 +10,8 @@ import torch
 
 from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
-from memo.schedule.access import Content, Part, Place, Region
 from memo.schedule.execute import Executor, Work
+from memo.schedule.place import Content, Part, Place, Region
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit

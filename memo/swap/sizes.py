@@ -5,8 +5,9 @@ from math import prod
 
 from memo.layer import INPUT, Tensor
 from memo.msp import Help
-from memo.schedule.access import Content, Memory, Part
+from memo.schedule.access import Memory
 from memo.schedule.help import HELPER_PLACES
+from memo.schedule.place import Content, Part
 from memo.schedule.step import Step
 from memo.swap.placement import Placement
 
