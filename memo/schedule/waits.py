@@ -4,7 +4,8 @@ A step waits for the last writer of what it reads, and for the last writer and a
 writes; not for its own stream, which does one thing after the other, nor where another wait says so already.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,8 +51,7 @@ def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "lay
 
 def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
     """Derives what each step of a pass waits for within it."""
-    waiting = Waiting(memory)
-    return {step: waiting.add(step) for step in steps}
+    return dict(Waiting(memory).of(steps))
 
 
 class Waiting:
@@ -75,39 +75,41 @@ class Waiting:
             for stream, clock in left.clocks.items():
                 self.clock_of.setdefault(stream, {}).update(of_pass(n, clock))
 
-    def add(self, step: Step) -> Waits:
-        """Finds the waits of the next step."""
-        access = self.memory.access(step)
-        number, stream, (reads, writes) = len(self.steps), step.stream, access
-        writer, readers, streams = self.writer, self.readers, self.streams
-        clock = dict(self.clock_of.get(stream, {}))
-        # a wait is named by the first place that it protects, of the writes, else of the reads
-        earlier = {writer[place]: place for place in reversed(reads) if place in writer}
-        for place in reversed(writes):
-            if place in writer:
-                earlier[writer[place]] = place
-            if place in readers:
-                earlier.update(dict.fromkeys(readers[place].values(), place))
-        waits = {}
-        for other in sorted(earlier, reverse=True):
-            if streams[other] != stream and other > clock.get(streams[other], -1):
-                waits[self.steps[other]] = earlier[other]
-                advance(clock, self.clocks[other])
-        for n, left in enumerate(self.before):
-            waits |= waits_for(n, left, stream, clock, access)
-        clock[stream] = number
-        self.clock_of[stream] = clock
-        self.clocks.append(clock)
-        self.steps.append(step)
-        streams.append(stream)
-        for place in reads:
-            if place in readers:
-                readers[place][stream] = number
-            else:
-                readers[place] = {stream: number}
-        for place in writes:
-            writer[place], readers[place] = number, {}
-        return waits
+    def of(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Waits]]:
+        """Yields the steps, each with its waits."""
+        access_of, writer, readers, clocks = self.memory.access, self.writer, self.readers, self.clocks
+        for number, step in enumerate(steps):
+            stream, access = step.stream, access_of(step)
+            reads, writes = access
+            clock = dict(self.clock_of.get(stream, {}))
+            # a wait is named by the first place that it protects, of the writes, else of the reads
+            earlier = {writer[place]: place for place in reversed(reads) if place in writer}
+            for place in reversed(writes):
+                if place in writer:
+                    earlier[writer[place]] = place
+                if place in readers:
+                    earlier.update(dict.fromkeys(readers[place].values(), place))
+            waits = {}
+            for other in sorted(earlier, reverse=True):
+                theirs = self.streams[other]
+                if theirs != stream and other > clock.get(theirs, -1):
+                    waits[self.steps[other]] = earlier[other]
+                    advance(clock, clocks[other])
+            for n, left in enumerate(self.before):
+                waits |= waits_for(n, left, stream, clock, access)
+            clock[stream] = number
+            self.clock_of[stream] = clock
+            clocks.append(clock)
+            self.steps.append(step)
+            self.streams.append(stream)
+            for place in reads:
+                if place in readers:
+                    readers[place][stream] = number
+                else:
+                    readers[place] = {stream: number}
+            for place in writes:
+                writer[place], readers[place] = number, {}
+            yield step, waits
 
     def left(self) -> Left:
         """Says who has touched each place last."""
@@ -182,13 +184,11 @@ def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: 
     before: list[Left] = []
     for steps, memory in made:
         waiting = Waiting(memory)
-        for step in steps:
-            waiting.add(step)
+        deque(waiting.of(steps), maxlen=0)
         before.append(waiting.left())
 
     def schedule_of(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = before) -> Schedule:
-        waiting = Waiting(memory, before)
-        return {step: waiting.add(step) for step in steps}
+        return dict(Waiting(memory, before).of(steps))
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
