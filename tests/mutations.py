@@ -57,8 +57,8 @@ MUTATIONS = [
              "                if rows[name] == EVERY_ROW:\n",
              (f"{MODEL}::test_recompute_gives_the_same_bits",)),
     Mutation("clip-of-one-rank", "memo/optim.py",
-             "norm = world.sum(torch.cat(squares).sum()).sqrt().float()",
-             "norm = torch.cat(squares).sum().sqrt().float()",
+             "self.norm.copy_(world.sum(torch.cat(squares).sum()).sqrt())",
+             "self.norm.copy_(torch.cat(squares).sum().sqrt())",
              (f"{LAYOUT}[rope-dp2-ring]",)),
     Mutation("rolled-labels", "memo/batch.py",  # the last target of each window is its first token
              "torch.cat([w[:, 1:] for w in windows], 1)",

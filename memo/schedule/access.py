@@ -224,7 +224,7 @@ class Memory:
             touched = COMPUTES[step.op](self, step.unit)
         else:
             touched = self.of_parts(step)
-        for layer in self.layers_of(step):
+        for layer in self.layers_of(step) if self.states or self.come else ():
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))
             if step.op in ADDS or (step.op is Op.HEAD and self.trains):
