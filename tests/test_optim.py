@@ -143,7 +143,8 @@ def test_gradients_leave_while_the_backward_goes_on():
     optimizer.clip(1.0)
     spans = model.swap.streams.timeline.take()
     left = {s.label: s for s in spans if s.kind == "launch" and s.stream == "offload"}
-    assert list(left) == [f"offload weight gradients {name}" for name in ("of the head", 4, 3, 2, 1, 0, "of the embedding")]
+    names = "of the head", 4, 3, 2, 1, 0, "of the embedding"
+    assert list(left) == [f"offload weight gradients {name}" for name in names]
     began = {s.label: s.start_s for s in spans if s.stream == "compute" and s.kind == "launch"}
     for above in (2, 3, 4):  # no layer adds to a place before the layer above has left it
         assert left[f"offload weight gradients {above}"].end_s <= began[f"backward {above - 2}"]
