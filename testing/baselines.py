@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from memo import layout
 from memo.choose import degrees_of
 from memo.config import Config
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
     batch as its batch_size. `micros`: micro batches of a rank in a step."""
 
     system: str
-    cfg: Config
+    cfg: layout.Layout
     dp: int
     micros: int
 
@@ -207,7 +208,7 @@ def layouts(system: str, cfg: Config, world: int, sequences: int) -> Iterator[La
                               batch_size=batch, gradient_accumulation_steps=sequences // batch,
                               subsequences=1)
             if one:
-                yield Layout(system, one, dp, sequences // dp // batch)
+                yield Layout(system, layout.Layout.of(one), dp, sequences // dp // batch)
 
 
 def recomputes(one: Layout, all_or_none: bool) -> Iterator[Recompute]:

@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 import torch
+from memo.stages import layers_of_stages, stage_layers
 
 from memo.config import Config
 from memo.schedule.program import Fates
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.waits import schedule
-from memo.stages import layers_of_stages, stage_layers
 from tests.helpers import (
     LLAMA,
     changed_places,
