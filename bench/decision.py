@@ -33,7 +33,6 @@ from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
 from memo import memory, profiler
 from memo.choose import choose_subsequences
-from memo.config import Config
 from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
@@ -42,6 +41,7 @@ from memo.estimate.calibrate import attentions, matmuls, row_passes
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
+from memo.layout import Layout
 from memo.profiler import MeasuredUnit
 from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows, placed
@@ -58,7 +58,7 @@ FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 10  # points that are run; those that are
 
 
 def config_of(S, subsequences, cut="equal"):
-    return Config(**SHAPE, block_size=S, subsequences=subsequences, subsequence_cut=cut, unit_order="layer")
+    return Layout(**SHAPE, block_size=S, subsequences=subsequences, subsequence_cut=cut, unit_order="layer")
 
 
 def activations(cfg, placement):
@@ -229,7 +229,7 @@ def picked(points):
 def decision(S, device, measured, rate):
     """The Point that memo takes, and why."""
     device = replace(device, node=replace(device.node, pcie_bytes_per_s=rate))
-    one, why = choose_subsequences(Config(**SHAPE, **AUTO, block_size=S),
+    one, why = choose_subsequences(Layout(**SHAPE, **AUTO, block_size=S),
                                    lambda one: judged(estimate(one, device, 1, arena_of)))
     key = (one.subsequences, one.subsequence_cut)
     rates = at(measured[key] if key in measured and one.unit_order == "layer" else measured_rates(one), rate)

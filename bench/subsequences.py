@@ -25,8 +25,8 @@ import torch
 import train
 from bench.machine import store_parts
 from memo.batch import open_dataset
-from memo.config import Config
 from memo.layer import layer_of
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.optim import Optimizer
@@ -99,7 +99,7 @@ def seconds(rounds):
 
 
 def small_model(S, N):
-    cfg = Config(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
+    cfg = Layout(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))

@@ -32,6 +32,7 @@ from memo.estimate.unit_seconds import layer_seconds
 from memo.files import keep, kept_json
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
@@ -78,7 +79,7 @@ def paper(S, gpus=8, model="7B", **keys):
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, metp, made):
     """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, **METP if metp else {})
-    *_, lines = regions.states(cfg, A800, tp * cp * dp, 2)
+    *_, lines = regions.states(Layout.of(cfg), A800, tp * cp * dp, 2)
     [line] = ([line for line in lines if line.region == "communication"]
               or [regions.Line("", "0 NCCL communicators", 0)])
     assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES
@@ -180,6 +181,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40),
                             None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
+    cfg = got.decided
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.token_ranks), dp=Axis("dp", 2),
                 replicas=Axis("data", 2 * cfg.cp))
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
