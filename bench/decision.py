@@ -33,6 +33,7 @@ from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
 from memo import memory, profiler
 from memo.choose import choose_subsequences
+from memo.config import Config
 from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
@@ -229,7 +230,7 @@ def picked(points):
 def decision(S, device, measured, rate):
     """The Point that memo takes, and why."""
     device = replace(device, node=replace(device.node, pcie_bytes_per_s=rate))
-    one, why = choose_subsequences(Layout(**SHAPE, **AUTO, block_size=S),
+    one, why = choose_subsequences(Config(**SHAPE, **AUTO, block_size=S),
                                    lambda one: judged(estimate(one, device, 1, arena_of)))
     key = (one.subsequences, one.subsequence_cut)
     rates = at(measured[key] if key in measured and one.unit_order == "layer" else measured_rates(one), rate)

@@ -93,7 +93,7 @@ def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
     """Of each stage, for each subsequence, the most seconds from the end of its last layer's forward to the
     first layer's of the next subsequence that do not delay the last forward of all, where no copy is made: if
     each subsequence comes as early as it can, or as late; 0 for the last one."""
-    last, numbers = len(stages) - 1, range(stages[0].cfg.n_subsequences)
+    last, numbers = len(stages) - 1, range(stages[0].cfg.subsequences)
     layers, whole, sends = zip(*(stage.forward_s for stage in stages), strict=True)
     early: dict[tuple[int, int], float] = defaultdict(float)  # begins
     late: dict[tuple[int, int], float] = {}

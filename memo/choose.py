@@ -164,9 +164,8 @@ def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple
     is tried with the number that was found; with all where layer by layer none fits.
     """
     # a stage hands a subsequence on when all its layers are done with it
-    both = ("subsequence",) if cfg.pp > 1 else ("layer", "subsequence")
-    if cfg.states in ("sharded", "host"):
-        both = "layer",
+    both = (("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.states in ("sharded", "host") else
+            ("layer", "subsequence"))
     if not cfg.undecided:
         return Layout.of(cfg), ""
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (

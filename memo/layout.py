@@ -1,6 +1,5 @@
-"""How a config is laid out: numbers in place of "auto", the stages of the pipeline and the layers of each,
-how many ranks share what, and the communicators that they need. No torch; memo/parallel/mesh.py puts ranks
-on axes."""
+"""How a config is laid out: what was decided, which layers a stage has, how many ranks share what, and the
+communicators that they need. No torch; memo/parallel/mesh.py puts ranks on axes."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -64,8 +63,8 @@ class Layout(Config):
     @property
     def layers(self) -> range:
         """The layers of this rank's stage, as numbers in the whole model."""
-        first = sum(self.depths[:self.stage])
-        return range(first, first + self.depths[self.stage])
+        depths, k = self.depths, self.stage
+        return range(sum(depths[:k]), sum(depths[:k + 1]))
 
     @property
     def has_embedding(self) -> bool:
@@ -145,7 +144,7 @@ def degrees(cfg: Config, world: int) -> int:
 def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
                   layers_come: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
-    the neighbours of a pipeline (stage_communicators). Each axis has a communicator of its own, for one does
+    the neighbours of a pipeline (n_communicators). Each axis has a communicator of its own, for one does
     what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
     values on a third; where layers come, their parameters have another one than the sums of gradients. Only
     `world` shares that of another axis with the same ranks: `world` sums scalars, at times when the other
@@ -159,19 +158,13 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
     return carriers
 
 
-def stage_communicators(cfg: Layout) -> int:
-    """How many a rank has with other stages: with each neighbour one for each direction, and one for the
-    gradients of a matrix that the first stage and the last one hold. Those of stages that compute for each
-    other are made when it is known who does: LANES with each."""
-    neighbours = (not cfg.has_embedding) + (not cfg.has_head)
-    return 2 * neighbours + (cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
-
-
 def n_communicators(cfg: Layout, world: int) -> int:
-    """How many communicators a rank has, between GPUs."""
-    dp = world // (cfg.pp * cfg.cp * cfg.tp)
+    """Counts the communicators of a rank, between GPUs: those of its axes; with each neighbour of a pipeline
+    one for each direction; one for the gradients of a matrix that the first stage and the last one hold.
+    Those of stages that compute for each other are made when it is known who does: LANES with each."""
+    dp, neighbours = world // (cfg.pp * cfg.cp * cfg.tp), (not cfg.has_embedding) + (not cfg.has_head)
     mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
-    return len(mine) + stage_communicators(cfg)
+    return len(mine) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
 
 
 def check_streams(cfg: Layout, world: int) -> None:

@@ -318,4 +318,4 @@ def stages_table(cfg: Layout, records: list[dict]) -> list[str]:
         device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
         lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
     lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
-    return lines + (shares_lines(lent, cfg.pp, cfg.n_subsequences) if cfg.msp and records else [])
+    return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])

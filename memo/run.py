@@ -76,9 +76,8 @@ def arena_here(cfg: Layout, machine: Machine) -> ArenaBytes:
 
 def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
                passed_over: dict[Path, str]) -> Checked:
-    """All that can be wrong before the device is touched, and that needs no other rank; Decided where nothing
-    is left to choose. Errors: ConfigError; Damaged: the checkpoint to resume from, the newest that is not
-    `passed_over`."""
+    """Checks all that needs no other rank, before the device is touched; Decided where nothing is left to
+    choose. Errors: ConfigError; Damaged: the checkpoint to resume from, the newest not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
     with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}") if launch.rank == 0 else nullcontext():
@@ -275,8 +274,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
         argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
     checked, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
     cfg, device = checked.cfg, checked.device
-    here = checked.origin | {"device in use": device.type,
-                             "checkpoint": checked.ckpt and checked.ckpt.iter}
+    here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     found = checked if isinstance(checked, Decided) else with_numbers(checked, launch, host)

@@ -221,9 +221,7 @@ class Settings:
 
     @property
     def undecided(self) -> bool:
-        """Whether stages, subsequences or the states' place are left to choose.choose(), for a training step.
-        All else takes what is undecided as it is: there is one subsequence, or equal ones go layer by layer;
-        states are on the device."""
+        """Whether stages, subsequences or the states' place are left to choose.choose(), for training."""
         return "auto" in (self.pp, self.subsequences, self.states) or (
             self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 

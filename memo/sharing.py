@@ -48,7 +48,7 @@ def shares_with(cfg: Layout, parts: Parts) -> Shares:
 def even_shares(cfg: Layout, helping: Helping = helpers) -> Shares:
     """The Shares where messages are free, and `helping` says who helps: in each slot every stage computes as
     much."""
-    return shares_with(cfg, even_parts(cfg.pp, cfg.n_subsequences, helping))
+    return shares_with(cfg, even_parts(cfg.pp, cfg.subsequences, helping))
 
 
 def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: int,

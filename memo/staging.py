@@ -28,10 +28,10 @@ def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
     GPU has too little room, which is said."""
     needs = dtype.itemsize * parameters(cfg) // cfg.tp
     if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
-        return Layout.of(cfg, states="device")
+        return Layout.whole(cfg, states="device")
     warn(f"{needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, which "
          "takes time")
-    return Layout.of(cfg, states="host", unit_order="layer")
+    return Layout.whole(cfg, states="host", unit_order="layer")
 
 
 class HostWeights:

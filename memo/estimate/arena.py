@@ -200,7 +200,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
-    if cfg.n_subsequences > 1:
+    if cfg.subsequences > 1:
         gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
         if cfg.by_layer and cfg.activation == "recompute":
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
@@ -319,7 +319,7 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
-    if cfg.n_subsequences > 1:
+    if cfg.subsequences > 1:
         kind = "one rank" if cp == 1 else "ulysses" if ulysses else "two ranks" if cp == 2 else "more"
         own, fp32 = PREFIX_GROUPS[kind]
         return (own + fp32 * f) * group + 2 * group // heads * dealt + kernel

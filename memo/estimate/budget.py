@@ -249,7 +249,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     if cfg.undecided:
         return again(chosen(cfg, machine, world), machine, arena)
-    asked, cfg = cfg, Layout.of(cfg)
+    asked, cfg = cfg, cfg if isinstance(cfg, Layout) else Layout.of(cfg)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     check_matmul(cfg, machine.capability, itemsize)
     if not cfg.vocab_size:

@@ -43,18 +43,13 @@ def fullest_node_bytes(of_stages: Sequence[int], world: int, local_ranks: int) -
     return max(node_bytes(of_stages, world, range(first, min(first + local_ranks, world))) for first in nodes)
 
 
-def stage_parameters(cfg: Layout, stage: int) -> int:
-    """Those of formulas.parameters() that a stage holds. The first stage and the last one may hold the same
-    matrix."""
-    first, last = stage == 0, stage == cfg.pp - 1
-    tables = first or last if cfg.tie_embeddings else first + last
-    return cfg.depths[stage] * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
-
-
 def stage_state_bytes(cfg: Layout, world: int, each: int = STATES_BYTES) -> list[int]:
-    """Of a rank of each stage: its part of the stage's optimizer, or what takes `each` bytes a parameter."""
-    ranks = max(1, world // cfg.pp)
-    return [each * stage_parameters(cfg, stage) // ranks for stage in range(cfg.pp)]
+    """Of a rank of each stage: its part of the stage's optimizer, or what takes `each` bytes a parameter, of
+    those of formulas.parameters(). The first stage and the last one may hold the same matrix."""
+    numels, ranks = [n * layer_of(cfg).matrix_elements for n in cfg.depths], max(1, world // cfg.pp)
+    for stage in {0, cfg.pp - 1} if cfg.tie_embeddings else (0, -1):
+        numels[stage] += cfg.vocab_size * cfg.n_embd
+    return [each * numel // ranks for numel in numels]
 
 
 def copied_bytes(cfg: Layout, world: int) -> list[int]:

@@ -293,8 +293,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     changes += [deeper, deeper | dict(cp=cfg.cp // 2), deeper | dict(tp=cfg.tp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
-    if cfg.n_subsequences > 1 and (cfg.pp != 1 or cfg.unit_order == "subsequence"):
-        changes.append(dict(unit_order="layer"))
+    changes += [dict(unit_order="layer")] * (cfg.n_subsequences > 1 and cfg.unit_order == "subsequence")
     if cfg.states != "auto":  # else other places have been tried
         changes += [dict(states="sharded"), dict(states="host")]
     if cfg.subsequences != "auto":  # else more have been tried

@@ -25,7 +25,7 @@ from memo.swap.placement import Placement, Rows, rows
 
 def rests(cfg: Layout) -> bool:
     """Whether rows whose copies do not hide stay on the device, as far as that has room."""
-    return cfg.activation == "swap" and cfg.n_subsequences > 1
+    return cfg.activation == "swap" and cfg.subsequences > 1
 
 
 def resting(problem: AlphaProblem) -> Rows:
@@ -49,7 +49,7 @@ def resting(problem: AlphaProblem) -> Rows:
 
 def swaps_layers(cfg: Layout) -> bool:
     """Whether the mode swaps any layers."""
-    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.n_subsequences > 2
+    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
 def all_kept(cfg: Layout, B: int, T: int) -> Placement:
