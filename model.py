@@ -25,7 +25,6 @@ from memo.activations import Activations, Weights
 from memo.attention import resolve_attention
 from memo.backends import aligned
 from memo.block import BLOCKS, Block
-from memo.config import Config
 from memo.device import free_bytes
 from memo.edges import Edges, Tables
 from memo.flat import (
@@ -37,6 +36,7 @@ from memo.flat import (
     weights_in_turns,
 )
 from memo.layer import layer_of
+from memo.layout import Layout
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
@@ -61,13 +61,13 @@ from memo.swap.placing import all_kept
 from memo.views import bucket_views, views
 
 
-def initial_weights(cfg: Config, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into the
     residual stream over sqrt(2L)."""
     mine = model_parameters(cfg)
     generator = torch.Generator(device).manual_seed(seed)
     std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
-    for name, p in model_parameters(cfg.whole).items():
+    for name, p in model_parameters(Layout.whole(cfg)).items():
         w = torch.zeros(p.shape, device=device)
         if p.init in std:
             w.normal_(0.0, std[p.init], generator=generator)
@@ -89,7 +89,7 @@ class GPT:
     take turns in two places (memo/flat.py). `coming`: the buckets whose parameters come for each pass.
     """
 
-    def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, grads: bool = True,
+    def __init__(self, cfg: Layout, device: torch.device, dtype: torch.dtype, grads: bool = True,
                  mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh

@@ -19,7 +19,7 @@ import torch
 from bench.floor import Kernels
 from bench.machine import machine
 from memo import memory
-from memo.config import Config
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
@@ -112,7 +112,7 @@ def main():
     for name, keys in ((name, MODELS[name]) for name in args.models):
         found[name] = dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=(rows := []))
         for S, B in SHAPES:
-            cfg = Config(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
+            cfg = Layout(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
                          vocab_size=VOCAB, **keys)
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}

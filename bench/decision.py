@@ -42,6 +42,7 @@ from memo.estimate.calibrate import attentions, matmuls, row_passes
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
+from memo.layout import Layout
 from memo.profiler import MeasuredUnit
 from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows, placed
@@ -58,7 +59,7 @@ FASTEST, SPREAD, LAST, MORE = 5, 3, 3, 10  # points that are run; those that are
 
 
 def config_of(S, subsequences, cut="equal"):
-    return Config(**SHAPE, block_size=S, subsequences=subsequences, subsequence_cut=cut, unit_order="layer")
+    return Layout(**SHAPE, block_size=S, subsequences=subsequences, subsequence_cut=cut, unit_order="layer")
 
 
 def activations(cfg, placement):

@@ -18,8 +18,8 @@ import torch
 
 from bench.cpu_step import MODELS, autograd_step, llama_of_transformers
 from bench.machine import machine
-from memo.config import Config
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from model import GPT, initial_weights
 
@@ -34,7 +34,7 @@ def peak_bytes():
 
 def config_of(who, S, V):
     shape = dict(n_layer=LAYERS) if who == "gpt" else dict(n_layer=4) | MODELS["llama"]
-    return Config(n_head=HEADS, n_embd=HIDDEN, block_size=S, vocab_size=V, **shape)
+    return Layout(n_head=HEADS, n_embd=HIDDEN, block_size=S, vocab_size=V, **shape)
 
 
 def one_step(who, S, V):

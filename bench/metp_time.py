@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import store_parts
 from bench.papers.metp_layer import CPU, MODELS
-from memo.config import Config
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
@@ -155,7 +155,7 @@ class Bench:
     before the half that precedes it, and the MLP's last gradients come home beside attention."""
 
     def __init__(self, host, keys, clock=time.perf_counter):
-        cfg, p = Config(**keys, tp=host.size, tensor_parallel="metp", attention="cpu"), host.size
+        cfg, p = Layout(**keys, tp=host.size, tensor_parallel="metp", attention="cpu"), host.size
         self.host, self.clock = host, clock
         self.axes = {name: Slow(name, p, host.rank, host.group and host.another())
                      for name in ("tp", "hops", "cp")}
@@ -348,7 +348,7 @@ def cpu(rounds):
     and without ranks; and of what METP makes again."""
     h, heads, S, models = 1024, 16, 4096, {}  # two heads a group: the kernel gives each thread a head
     for name, keys in (("today", {}), ("metp", dict(tensor_parallel="metp", head_groups=8))):
-        cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
+        cfg = Layout(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
         models[name] = model = GPT(cfg, CPU, torch.float32)
         Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
         model.reserve(1, S)

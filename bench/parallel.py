@@ -16,8 +16,8 @@ import torch
 
 from bench.machine import machine
 from memo.attention import BACKENDS
-from memo.config import Config
 from memo.layer import layer_of, n_rows, tensors_of
+from memo.layout import Layout
 from memo.ops import TORCH
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
@@ -97,7 +97,7 @@ def bytes_table(S):
     print(f"{'':28}{'tp':>9}{'cp':>9}{'tp':>12}{'tp':>9}{'cp':>9}{'data':>20}{'a layer':>14}   MiB")
     for tp, cp, dp in LAYOUTS:
         for kind in ("ring", "ulysses")[:1 + (cp > 1)]:
-            cfg = Config(**MODEL, block_size=S, tp=tp, cp=cp, context_parallel=kind,
+            cfg = Layout(**MODEL, block_size=S, tp=tp, cp=cp, context_parallel=kind,
                          gradient_accumulation_steps=dp)
             ranks = pool(tp * cp * dp).run(count, cfg)
             wanted = formulas(cfg, kind)

@@ -17,7 +17,7 @@ from statistics import mean, median
 from bench.machine import machine
 from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
-from memo.config import Config
+from memo.layout import Layout
 from memo.loggers import read_metrics
 from memo.schedule.spans import busy_s, length_s
 from testing.ranks import pool
@@ -62,7 +62,7 @@ def bubbles():
     """Of PIPELINES the bubble over the seconds of computing, and what SPPO's formula says."""
     rows = []
     for p, N in PIPELINES:
-        cfg = Config(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=128 * N, pp=p, subsequences=N,
+        cfg = Layout(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=128 * N, pp=p, subsequences=N,
                      unit_order="subsequence", subsequence_cut="equal", activation="keep")
         found = pool(p).run(slept, cfg, FORWARD_S, 2)  # connections are made in the first pass
         computing = mean(map(busy_s, found))

@@ -21,6 +21,7 @@ import torch
 from bench.machine import machine
 from memo.dsa.problem import solve
 from memo.layer import layer_of
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
@@ -42,7 +43,8 @@ STEPS = 12
 
 def trace_of(S, L, alpha=0.5):
     """The Trace of the 7B model's step at S tokens with L layers, bf16."""
-    cfg = load_config(["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"])
+    keys = ["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"]
+    cfg = Layout.of(load_config(keys))
     placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.group else S for t in layer_of(cfg).skeletal})
     return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S,
                            [placement.missing(i) for i in range(L)])

@@ -39,8 +39,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.machine import store_parts
 from bench.state_targets import targets
-from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.plots import BLUE, GREEN, GREY, plain, timeline
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
@@ -111,7 +111,7 @@ def overlap(rounds):
     batch = torch.randint(0, SHAPE["vocab_size"], (2, 1, SHAPE["block_size"]))
     rows = []
     for mode in ("keep", "swap"):
-        device, host = (Steps(Config(**SHAPE, activation=activation, states=where), torch.float32)
+        device, host = (Steps(Layout(**SHAPE, activation=activation, states=where), torch.float32)
                         for activation, where in (("keep", "device"), (mode, "host")))
         for one in (device, host):
             one.load()
@@ -153,7 +153,7 @@ def overlap(rounds):
 
 def picture():
     """A backward, the optimizer's steps, and the next forward."""
-    host, batch = Steps(Config(**WIDE, activation="keep", states="host"), torch.float32), torch.randint(
+    host, batch = Steps(Layout(**WIDE, activation="keep", states="host"), torch.float32), torch.randint(
         0, WIDE["vocab_size"], (2, 1, WIDE["block_size"]))
     host.load()
     for _ in range(2):
@@ -227,7 +227,7 @@ class Counted:
 
 def limit(_):
     torch.set_num_threads(1)
-    cfg, dtype = Config(**SMALL, states="device"), torch.bfloat16
+    cfg, dtype = Layout(**SMALL, states="device"), torch.bfloat16
     free = Steps(cfg, dtype)
     free.load()
     without = [free.step(batch, 1e-3)[2] for batch in batches()]

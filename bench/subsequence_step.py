@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bench.machine import store_parts
-from memo.config import Config
+from memo.layout import Layout
 from memo.memory import plan_memory
 from memo.optim import Optimizer
 from memo.planner.caching import planned_rectangles
@@ -43,7 +43,7 @@ def curve(rounds):
     schedule allows; with copies as they come; with two buffers."""
     rows = []
     for cut in ("equal", "flops"):
-        cfg = Config(n_layer=4, n_head=4, n_embd=128, vocab_size=512, block_size=8192, subsequences=8,
+        cfg = Layout(n_layer=4, n_head=4, n_embd=128, vocab_size=512, block_size=8192, subsequences=8,
                      subsequence_cut=cut, unit_order="subsequence", activation="swap")
         sizes, alphas = sizes_of(cfg, STAYS)
         row = dict(cut=cut, lengths=subsequence_lengths(cfg), alphas=alphas, sizes=sizes,
@@ -137,7 +137,7 @@ def most_in_bins(events, length):
 
 def step_regions(N, S=2**13):
     """(what a result says, {region: the most bytes in use in each part of the step})."""
-    cfg = Config(n_layer=4, n_head=4, n_embd=256, vocab_size=4096, block_size=S, subsequences=N,
+    cfg = Layout(n_layer=4, n_head=4, n_embd=256, vocab_size=4096, block_size=S, subsequences=N,
                  activation="swap", device="cpu")
     model = GPT(cfg, CPU, torch.float32)
     optimizer = Optimizer(model, cfg)

@@ -25,8 +25,8 @@ import torch
 import train
 from bench.machine import store_parts
 from memo.batch import open_dataset
-from memo.config import Config
 from memo.layer import layer_of
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.loggers import read_metrics
 from memo.optim import Optimizer
@@ -99,7 +99,7 @@ def seconds(rounds):
 
 
 def small_model(S, N):
-    cfg = Config(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
+    cfg = Layout(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))
@@ -152,8 +152,8 @@ def memory(rounds):
     for name, config in SIZES.items():
         for S in (2**k for k in range(17, 24)):
             for N in (1, max(2, S // 2**16)):
-                cfg = load_config([config, "--tp=8", "--cp=1", f"--block_size={S}", f"--subsequences={N}",
-                                   "--dtype=bfloat16"])
+                cfg = Layout.of(load_config([config, "--tp=8", "--cp=1", f"--block_size={S}",
+                                             f"--subsequences={N}", "--dtype=bfloat16"]))
                 unit = cfg.n_embd * S // cfg.tp * 2  # bytes of B*T*C/tp elements
                 found = regions_of(cfg)
                 share = cfg.kv_heads / cfg.n_head
@@ -219,7 +219,7 @@ def messages(rounds):
             one = 0
             for N in (1, 4, 16):
                 keys = dict(tp=1) | keys | dict(block_size=2**17, subsequences=N, n_layer=1)
-                cfg = load_config([config, *(f"--{k}={v}" for k, v in keys.items())])
+                cfg = Layout.of(load_config([config, *(f"--{k}={v}" for k, v in keys.items())]))
                 sent, programs = zip(*(sent_by(cfg, rank) for rank in range(cfg.cp * cfg.tp)), strict=True)
                 validate_programs(dict(enumerate(programs)))
                 [ring] = {by_axis["cp"] for by_axis in sent}  # all ranks send equally much

@@ -22,9 +22,9 @@ import torch
 
 from bench.machine import machine
 from memo import memory
-from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline
@@ -32,7 +32,7 @@ from memo.swap.placing import place_rows
 from memo.swap.sizes import Sizes
 from model import GPT, initial_weights
 
-CFG = Config(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
+CFG = Layout(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
 COPY_OVER_FORWARD = (1.5, 2.5, 5.0)
 GRID = [i / 8 for i in range(9)]
 

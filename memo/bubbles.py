@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 
-from memo.config import Config
 from memo.decide import STALL, Placed, Rates, Room, decide, problems_of
 from memo.estimate.step_seconds import Ends, stage_seconds
+from memo.formulas import head_share
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.step import Step
-from memo.stages import head_share
 from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem
 from memo.swap.placement import Placement
@@ -32,7 +32,7 @@ PART_HALVINGS = 3  # of the part of the seconds between subsequences that copies
 class StageFacts:
     """What decides where a stage's activations live. `rates`: None where they do not matter to the stage."""
 
-    cfg: Config  # says which stage
+    cfg: Layout  # says which stage
     itemsize: int
     rates: Rates | None
     room: Room
@@ -67,7 +67,7 @@ class StageFacts:
                     if problem.placement.stream == placement.stream)
 
 
-def measured_ends(cfg: Config, rates: Rates | None) -> Ends | None:
+def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
     """The Ends of a stage that has measured its layers: the head goes at the speed of a layer's forward, as
     memo/stages.py counts it; its gradients take twice as long. Messages take no time."""
     if rates is None:
@@ -93,7 +93,7 @@ def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
     """Of each stage, for each subsequence, the most seconds from the end of its last layer's forward to the
     first layer's of the next subsequence that do not delay the last forward of all, where no copy is made: if
     each subsequence comes as early as it can, or as late; 0 for the last one."""
-    last, numbers = len(stages) - 1, range(stages[0].cfg.n_subsequences)
+    last, numbers = len(stages) - 1, range(stages[0].cfg.subsequences)
     layers, whole, sends = zip(*(stage.forward_s for stage in stages), strict=True)
     early: dict[tuple[int, int], float] = defaultdict(float)  # begins
     late: dict[tuple[int, int], float] = {}

@@ -33,6 +33,7 @@ from memo.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
 from memo.files import JsonObject, own_folder, regular, save_bytes, sync_folder
 from memo.flat import model_parameters
+from memo.layout import Layout
 from memo.manifest import CHECKPOINT, CHECKPOINT_JSON, METADATA, SAVE, Damaged, checkpoints, last_good, latest
 from memo.optim import Optimizer
 from memo.parallel.axis import come
@@ -369,7 +370,8 @@ def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
     for prefix in prefixes:
         stored = ckpt.shapes(prefix)
-        wanted = {f"{prefix}.{name}": p.shape for name, p in model_parameters(model.cfg.whole).items()}
+        parameters = model_parameters(Layout.whole(model.cfg))
+        wanted = {f"{prefix}.{name}": p.shape for name, p in parameters.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from memo.config import Config
 from memo.errors import ConfigError
 from memo.keys import Keys
-from memo.layout import degrees
+from memo.layout import Layout, degrees
 from memo.subsequences import ALIGNED
 
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow
@@ -89,8 +89,8 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
     return found
 
 
-def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
-    """(the config with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
+def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[Layout, str]:
+    """(the Layout with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
     stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
     EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
     judge = cache(judge)
@@ -113,13 +113,13 @@ def choose(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[
         if seconds := judge(best).seconds:
             times = judge(other).seconds / seconds
             said = f"with pp={other.pp} the same tokens take {times:.2f} times as long"
-    n = best.n_subsequences
+    n = best.subsequences
     return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
 
 
 # --- where states are ---
 
-def choose_place(cfg: Config, judge: Callable[[Config], Judged], world: int) -> tuple[Config, str]:
+def choose_place(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[Layout, str]:
     """The same of a config with a number of stages, of each place of the states with the subsequences that
     choose_subsequences() takes there: the device where that fits, else the fastest of the others. Where none
     fits, the one that lacks least."""
@@ -154,8 +154,8 @@ def numbers_of(cfg: Config) -> list[int]:
     return [n for n in numbers if LEAST_BUBBLE <= (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
 
 
-def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple[Config, str]:
-    """(the config with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
+def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
+    """(the Layout with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
     it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
     the one that lacks least.
 
@@ -164,21 +164,22 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
     is tried with the number that was found; with all where layer by layer none fits.
     """
     # a stage hands a subsequence on when all its layers are done with it
-    both = ("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.layers_come else ("layer", "subsequence")
+    both = (("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.states in ("sharded", "host") else
+            ("layer", "subsequence"))
     if not cfg.undecided:
-        return cfg, ""
+        return Layout.of(cfg), ""
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
         (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
-    found: dict[Config, Judged] = {}
+    found: dict[Layout, Judged] = {}
     if numbers_of(cfg) == [1]:
-        return replace(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
+        return Layout.of(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
 
     def look(order: str, numbers: Sequence[int]) -> None:
         seen: list[Judged] = []
         for n in numbers:
             here: list[Judged] = []
             for cut in cuts if n > 1 else cuts[:1]:
-                one = replace(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
+                one = Layout.of(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
                 found[one] = judge(one)
                 here.append(found[one])
                 if is_enough(found[one]):
@@ -192,7 +193,7 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
             if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
                 return
 
-    def best() -> Config:
+    def best() -> Layout:
         fits = [one for one, got in found.items() if not got.lacking]
         if not fits:
             return min(found, key=lambda one: found[one].lacking)
@@ -208,8 +209,8 @@ def choose_subsequences(cfg: Config, judge: Callable[[Config], Judged]) -> tuple
     return best(), why_chosen(best(), found)
 
 
-def fewest(cfg: Config, world: int) -> Config:
-    """The config with the fewest stages and subsequences that choose() would look at, for want of a judge."""
+def fewest(cfg: Config, world: int) -> Layout:
+    """The Layout with the fewest stages and subsequences that choose() would look at, for want of a judge."""
     return choose(cfg, lambda one: Judged(0.0), world)[0]
 
 
@@ -218,7 +219,7 @@ def is_enough(got: Judged) -> bool:
     return not got.lacking and not (got.seconds and got.copies)
 
 
-def why_chosen(best: Config, found: dict[Config, Judged]) -> str:
+def why_chosen(best: Layout, found: dict[Layout, Judged]) -> str:
     """Why choose_subsequences() took `best` of those that it has found."""
     if found[best].lacking:
         return f"chosen, none fits {found[best].where}"

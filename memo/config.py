@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from memo.keys import Keys, check_value
 from memo.rules import check_rules
 from memo.settings import Settings
-from memo.stages import stage_layers
 
 
 @dataclass(frozen=True)
@@ -16,16 +15,6 @@ class Config(Settings):
         for name, f in KEYS.items():
             check_value(f, getattr(self, name))
         check_rules(self)
-
-    @property
-    def layers(self) -> range:
-        """The layers of this rank's stage, as numbers in the whole model."""
-        return stage_layers(self, self.stage)
-
-    @property
-    def stage_kind(self) -> tuple[bool, bool, int]:
-        """(whether it has the embedding, whether the head, how many layers): stages of one kind are alike."""
-        return self.has_embedding, self.has_head, len(self.layers)
 
 
 # that the weights of a checkpoint depend on

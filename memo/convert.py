@@ -44,6 +44,7 @@ from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import JsonObject, json_bytes, load_json, save_bytes, save_json
 from memo.flat import model_parameters
 from memo.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
+from memo.layout import Layout
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
 from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG, OtherForm, check_vocab_size, find_tokenizer
@@ -74,13 +75,13 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another "
                           "folder")
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
-    tokenizer = check_folder(hf_folder, cfg)
-    weights = HfWeights(hf_folder, cfg)
+    tokenizer, layout = check_folder(hf_folder, cfg), Layout.of(cfg)
+    weights = HfWeights(hf_folder, layout)
     save_own_files(own_files(hf_folder), out_dir, OWN)
     # the pieces have shapes only: a tensor is read when it is written
     saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
-                for name, p in model_parameters(cfg).items()], as_keys(cfg), 0)
+                for name, p in model_parameters(layout).items()], as_keys(cfg), 0)
     try:
         saver.wait()
     except CheckpointError:
@@ -97,8 +98,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
         raise ConfigError(f"{hf_folder} holds weights or a {CONFIG} already; choose another folder")
 
-    def export(ckpt: checkpoint.Checkpoint) -> Config:
-        cfg = stored_config(ckpt.config).whole
+    def export(ckpt: checkpoint.Checkpoint) -> Layout:
+        cfg = Layout.whole(stored_config(ckpt.config))
         tokenizer = tokenizer_in(out_dir, cfg)
         shapes = hf_shapes(cfg)  # refuses what transformers has not
         stored = ckpt.shapes("params")

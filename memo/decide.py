@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
-from memo.config import Config
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
 from memo.layer import groups_of, tensors_of
+from memo.layout import Layout
 from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
@@ -70,7 +70,7 @@ class Decision:
         return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
 
 
-def ways_of(cfg: Config) -> list[dict[str, str]]:
+def ways_of(cfg: Layout) -> list[dict[str, str]]:
     """What placed() may be given beside the config to decide between; the first serves where others do
     too."""
     if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
@@ -80,7 +80,7 @@ def ways_of(cfg: Config) -> list[dict[str, str]]:
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
-def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
+def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
                stream: str = "") -> AlphaProblem:
     """The alpha program's problem with two buffers; without rates every copy hides. `keys`, `stream`: for
     placed()."""
@@ -95,7 +95,7 @@ def problem_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room, keys
     return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate, room.host_bytes)
 
 
-def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem:
+def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem:
     """The problem with as many buffers as there is room for, where that is for memo to find.
 
     A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
@@ -122,13 +122,13 @@ def with_buffers(cfg: Config, problem: AlphaProblem, room: Room) -> AlphaProblem
     return replace(problem, placement=of(n))
 
 
-def problems_of(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:
+def problems_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:
     """The problem of each of the ways_of() a config, with its buffers."""
     for way in ways_of(cfg):
         yield with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
 
 
-def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | None,
+def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | None,
                 spare_bytes: float = inf) -> Placed:
     """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
     are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
@@ -156,13 +156,13 @@ def place_whole(cfg: Config, problems: Iterable[AlphaProblem], rates: Rates | No
     return min(judged, key=lambda found: found[:2])[2:]
 
 
-def decide(cfg: Config, itemsize: int, rates: Rates | None, room: Room) -> Placed:
+def decide(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Placed:
     """Errors: OutOfHostMemory, before anything is allocated."""
     return place_whole(cfg, problems_of(cfg, itemsize, rates, room), rates,
                        inf if room.cpu else room.spare_bytes)
 
 
-def hidden(cfg: Config, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
+def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
     """(seconds of all layers, Placement, SwapPlan) with the most rows whose copies hide, as the schedule's
     simulator sees it: where the program's copies hold the computing up, as those of keys, of states or of the
     backward may, the rate that it counts on is a part of the real one, found by bisection; or with the

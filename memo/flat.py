@@ -10,9 +10,10 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from memo.config import MODEL_KEYS, Config
+from memo.config import MODEL_KEYS
 from memo.keys import Value
 from memo.layer import Parameter, layer_of
+from memo.layout import Layout
 from memo.schedule.program import coming
 from memo.schedule.states import States
 
@@ -52,7 +53,7 @@ class Range(NamedTuple):
 
 # --- this rank's parts ---
 
-def model_parameters(cfg: Config) -> dict[str, Parameter]:
+def model_parameters(cfg: Layout) -> dict[str, Parameter]:
     """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
     norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
     one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
@@ -83,7 +84,7 @@ def shared_numel(layout: dict[str, Location], tp: int) -> int:
     return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
-def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
+def local_layout(cfg: Layout, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
     embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
     last."""
@@ -94,18 +95,18 @@ def local_layout(cfg: Config, tp: int, data: int) -> tuple[dict[str, Location], 
 def known_layout(keys: tuple[Value, ...], tp: int,
                  data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
     """The same, of the values of STAGE_KEYS."""
-    parameters = model_parameters(Config(**dict(zip(STAGE_KEYS, keys, strict=True))))
+    parameters = model_parameters(Layout(**dict(zip(STAGE_KEYS, keys, strict=True))))
     layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
     first, *_, last = ("." in name for name in parameters)  # a layer's
     return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
 
 
-def bucket_numels(cfg: Config, data: int) -> list[int]:
+def bucket_numels(cfg: Layout, data: int) -> list[int]:
     """Elements of each bucket in a rank's local_layout."""
     return [end - start for start, end in local_layout(cfg, cfg.tp, data)[1]]
 
 
-def layer_numel(cfg: Config, data: int) -> int:
+def layer_numel(cfg: Layout, data: int) -> int:
     """The same of a layer's."""
     return bucket_numels(cfg, data)[1]
 
@@ -128,7 +129,7 @@ def flat_layout(parameters: dict[str, Parameter], tp: int = 1,
     return layout, buckets
 
 
-def gradients_in_turns(cfg: Config, micro_batches: int) -> range:
+def gradients_in_turns(cfg: Layout, micro_batches: int) -> range:
     """The buckets whose gradients take turns in two places of the device. With the optimizer on the host
     those of layers leave one by one, one layer computes while the layer above leaves; unless another micro
     batch of the step is to add to them, or another subsequence, whose units come behind those of all
@@ -137,13 +138,13 @@ def gradients_in_turns(cfg: Config, micro_batches: int) -> range:
     return range(1, len(cfg.layers) + 1) if leaves else weights_in_turns(cfg)
 
 
-def weights_in_turns(cfg: Config) -> range:
+def weights_in_turns(cfg: Layout) -> range:
     """The buckets whose parameters do so."""
     come = coming(len(cfg.layers), cfg.layers_come, cfg.edges_come)
     return range(come.start + 1, come.stop + 1)
 
 
-def states_of(cfg: Config, replicas: int, micro_batches: int) -> States:
+def states_of(cfg: Layout, replicas: int, micro_batches: int) -> States:
     """Says where this stage's gradients and parameters are between two passes. `replicas`: ranks that hold
     the same parameters; `micro_batches`: those of a rank in a step."""
     layers, on_host = len(cfg.layers), cfg.optimizer_on_host
@@ -167,7 +168,7 @@ def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list
     return places, free
 
 
-def staged_bytes(cfg: Config, numel: int, micro_batches: int, itemsize: int) -> int:
+def staged_bytes(cfg: Layout, numel: int, micro_batches: int, itemsize: int) -> int:
     """Bytes of host memory for a shard's way to an optimizer on the host and back (memo/staging.py)."""
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 

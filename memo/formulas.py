@@ -34,6 +34,11 @@ def layer_forward_terms(cfg: Settings) -> tuple[int, int]:
     return 2 * layer_of(cfg).matrix_elements, 2 * cfg.n_head * cfg.head_width
 
 
+def head_share(cfg: Settings) -> float:
+    """FLOPs of the head over those of a layer."""
+    return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
+
+
 def tgs(tokens: int, gpus: int, seconds: float) -> float:
     """Tokens per GPU and second. Source: MEMO 5.1."""
     return tokens / (gpus * seconds)

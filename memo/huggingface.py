@@ -15,6 +15,7 @@ from memo.config import Config
 from memo.errors import ConfigError, warn
 from memo.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open_file, own_folder, save_bytes
 from memo.flat import model_parameters
+from memo.layout import Layout
 from memo.rope import SCALINGS, checked_scaling, parse_scaling
 
 CONFIG = "config.json"
@@ -337,7 +338,7 @@ def weights_of(cfg: Config) -> list[Weight]:
     """The Weights of a model with memo's keys `cfg`, all stages. GPT-2 has all biases, keeps q, k and v side
     by side in one matrix, and a linear as (in, out)."""
     family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []
-    for name, p in model_parameters(replace(cfg.whole, bias=family is GPT2)).items():
+    for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")
         base = last.removesuffix("_w").removesuffix("_b")
         within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""

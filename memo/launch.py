@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from memo.command import progress
-from memo.config import Config
 from memo.errors import ConfigError, DataError, TrainingError, last_line
+from memo.layout import Layout
 from memo.parallel.axis import FOREVER, Axis
 from memo.signals import Interrupted
 
@@ -151,7 +151,7 @@ def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
 class Stepping(Protocol):
     """Names what an error says of a run."""
 
-    cfg: Config
+    cfg: Layout
     step: int
 
 

@@ -1,15 +1,127 @@
-"""The ranks of a run: how many share what, which stage each belongs to, and the communicators that they need.
-No torch; memo/parallel/mesh.py puts them on axes."""
+"""How a config is laid out: what was decided, which layers a stage has, how many ranks share what, and the
+communicators that they need. No torch; memo/parallel/mesh.py puts ranks on axes."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
 
-from memo.config import Config
+from memo.config import CHOSEN_KEYS, Config, as_keys
 from memo.errors import ConfigError
+from memo.formulas import head_share
+from memo.keys import Value
+from memo.msp import Shares
 
 # for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
 # memo/schedule/streams.py are of the other pool
 MOST_COMMUNICATORS = 31
 LANES = 2  # communicators of two stages that compute for each other: one for each direction
+
+
+@dataclass(frozen=True)
+class Layout(Config):
+    """Holds a config with what was decided: how many stages and subsequences, where states are, which stage
+    this rank belongs to, and what stages compute for each other. A cut or an order that is still "auto" is
+    of equal lengths, and layer by layer where there is one stage."""
+
+    pp: int = 1
+    subsequences: int = 1
+    states: str = "device"
+    stage: int = 0
+    shares: Shares = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert "auto" not in (self.pp, self.subsequences, self.states)
+
+    @classmethod
+    def of(cls, config: Config, **decided: Value) -> Self:
+        """Lays out `config` with the keys that were `decided`, and `stage`, by default the first. What nobody
+        has decided is as by default: one stage, one subsequence, states on the device."""
+        keys = {name: value for name, value in (as_keys(config) | decided).items()
+                if name not in CHOSEN_KEYS or value != "auto"}
+        return cls(**keys)
+
+    @classmethod
+    def whole(cls, config: Config, **changed: Value) -> Self:
+        """Lays out the model of `config` in one stage, with the keys that are `changed`."""
+        return cls.of(config, pp=1, msp=False, **changed)
+
+    def of_rank(self, rank: int, world: int) -> Self:
+        """The same for one of `world` ranks, of which those of a stage follow each other."""
+        return replace(self, stage=rank // (world // self.pp))
+
+    @property
+    def every_stage(self) -> list[Self]:
+        """The same for a rank of each stage."""
+        return [replace(self, stage=stage) for stage in range(self.pp)]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return layers_of_stages(self.n_layer, self.pp, head_share(self))
+
+    @property
+    def layers(self) -> range:
+        """The layers of this rank's stage, as numbers in the whole model."""
+        depths, k = self.depths, self.stage
+        return range(sum(depths[:k]), sum(depths[:k + 1]))
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this rank's stage is the first, which has the embedding."""
+        return self.stage == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank's stage is the last, which has the final norm and the head."""
+        return self.stage == self.pp - 1
+
+    @property
+    def stage_kind(self) -> tuple[bool, bool, int]:
+        """(whether it has the embedding, whether the head, how many layers): stages of one kind are alike."""
+        return self.has_embedding, self.has_head, len(self.layers)
+
+    @property
+    def ties_stages(self) -> bool:
+        """Whether the first stage and the last one hold the same matrix, the embedding's and the head's."""
+        return self.pp > 1 and self.tie_embeddings
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether units run layer by layer."""
+        return self.subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
+
+    @property
+    def layers_come(self) -> bool:
+        """Whether a layer's parameters come to the device for each pass, and its gradients leave."""
+        return self.states != "device"
+
+    @property
+    def edges_come(self) -> bool:
+        """Whether embedding and head do so too: not where both have one matrix, which both ends need. Beside
+        a single layer they stay (memo/schedule/program.py: coming)."""
+        return self.layers_come and not self.tie_embeddings
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether master weights, moments and steps are the host's."""
+        return self.optimizer_device == "cpu" or self.states == "host"
+
+
+@lru_cache(64)
+def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """How many of the layers each of `pp` stages has, at least one: the stages have as equal FLOPs as whole
+    layers allow, the head counted with the last one. Looking up the embedding takes none. `head`: its FLOPs
+    over a layer's. Source: SPPO 3.3."""
+    if pp == 1:
+        return layers,
+
+    def longest(last: int) -> float:
+        return max(-(-(layers - last) // (pp - 1)), last + head)
+    # of equally good ones that where the last stage has the most
+    last = min(range(layers - pp + 1, 0, -1), key=longest)
+    each, more = divmod(layers - last, pp - 1)
+    return *(each + (k < more) for k in range(pp - 1)), last
 
 
 def degrees(cfg: Config, world: int) -> int:
@@ -29,18 +141,10 @@ def degrees(cfg: Config, world: int) -> int:
     return dp
 
 
-def stage_of(cfg: Config, rank: int, world: int) -> Config:
-    """The config of one of `world` ranks, of which those of a stage follow each other; unchanged where nobody
-    has decided on stages."""
-    if cfg.pp == "auto":
-        return cfg
-    return replace(cfg, stage=rank // (world // cfg.pp))
-
-
 def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
                   layers_come: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
-    the neighbours of a pipeline (stage_communicators). Each axis has a communicator of its own, for one does
+    the neighbours of a pipeline (n_communicators). Each axis has a communicator of its own, for one does
     what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
     values on a third; where layers come, their parameters have another one than the sums of gradients. Only
     `world` shares that of another axis with the same ranks: `world` sums scalars, at times when the other
@@ -54,27 +158,21 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
     return carriers
 
 
-def stage_communicators(cfg: Config) -> int:
-    """How many a rank has with other stages: with each neighbour one for each direction, and one for the
-    gradients of a matrix that the first stage and the last one hold. Those of stages that compute for each
-    other are made when it is known who does: LANES with each."""
-    neighbours = (not cfg.has_embedding) + (not cfg.has_head)
-    return 2 * neighbours + (cfg.ties_stages and (cfg.has_embedding or cfg.has_head))
-
-
-def n_communicators(cfg: Config, world: int) -> int:
-    """How many communicators a rank has, between GPUs."""
-    dp = world // (cfg.pp * cfg.cp * cfg.tp)
+def n_communicators(cfg: Layout, world: int) -> int:
+    """Counts the communicators of a rank, between GPUs: those of its axes; with each neighbour of a pipeline
+    one for each direction; one for the gradients of a matrix that the first stage and the last one hold.
+    Those of stages that compute for each other are made when it is known who does: LANES with each."""
+    dp, neighbours = world // (cfg.pp * cfg.cp * cfg.tp), (not cfg.has_embedding) + (not cfg.has_head)
     mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
-    return len(mine) + stage_communicators(cfg)
+    return len(mine) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
 
 
-def check_streams(cfg: Config, world: int) -> None:
+def check_streams(cfg: Layout, world: int) -> None:
     """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
     might hold each other up in a circle. With msp each stage may compute for each other one."""
     if not cfg.msp:  # without it a stage has few
         return
-    most = LANES * (cfg.pp - 1) + max(n_communicators(replace(cfg, stage=k), world) for k in range(cfg.pp))
+    most = LANES * (cfg.pp - 1) + max(n_communicators(one, world) for one in cfg.every_stage)
     if most > MOST_COMMUNICATORS:
         fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // LANES)
         raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "

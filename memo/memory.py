@@ -9,7 +9,6 @@ import torch
 
 from memo import profiler
 from memo.bubbles import StageFacts, measured_ends, with_bubbles
-from memo.config import Config
 from memo.decide import (
     GAPS,
     SPARE_TRANSIENTS,
@@ -34,6 +33,7 @@ from memo.estimate.report import billions
 from memo.estimate.step_seconds import micros_of_rank
 from memo.formulas import percent
 from memo.launch import Launch
+from memo.layout import Layout
 from memo.msp import Help, shares_lines
 from memo.optim import Optimizer
 from memo.parallel.mesh import open_lanes
@@ -44,19 +44,18 @@ from memo.protocols import Model
 from memo.schedule.simulate import in_one_order
 from memo.schedule.streams import Streams
 from memo.sharing import shared
-from memo.stages import pipeline_line
-from memo.subsequences import subsequences_line
+from memo.subsequences import pipeline_line, subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
 from memo.swap.placing import rests, swaps_layers
 from memo.swap.slab import host_bytes
 
 
-def gpu_decides(cfg: Config, device: torch.device) -> bool:
+def gpu_decides(cfg: Layout, device: torch.device) -> bool:
     """Whether alpha and the number of buffers are left to what is measured on a GPU."""
     return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
-def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
+def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
     """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu or states=host keeps them there; the copies that checkpoints of the
     ranks on this host are written from come on top. Errors: OutOfHostMemory."""
@@ -81,7 +80,7 @@ def host_limit(cfg: Config, launch: Launch, itemsize: int) -> int:
     return share - needs
 
 
-def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: int) -> None:
+def check_memory(cfg: Layout, device: torch.device, dtype: torch.dtype, limit: int) -> None:
     """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
@@ -93,7 +92,7 @@ def check_memory(cfg: Config, device: torch.device, dtype: torch.dtype, limit: i
         place_whole(cfg, ways, None)
 
 
-def cpu_room(cfg: Config, model: Model, limit: int) -> Room:
+def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
     """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
     host_limit()."""
     host = model.mesh.host
@@ -102,7 +101,7 @@ def cpu_room(cfg: Config, model: Model, limit: int) -> Room:
     return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
 
 
-def gpu_room(cfg: Config, model: Model, rates: Rates, limit: int) -> Room:
+def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
     Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
@@ -127,7 +126,7 @@ def gpu_room(cfg: Config, model: Model, rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
-def reserve_activations(cfg: Config, model: Model, limit: int, streams: Streams | None = None,
+def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
                         machine: Machine | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
     must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
@@ -202,7 +201,7 @@ def requests_of_a_step(model: Model, arena: Arena) -> Trace:
     return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 
 
-def plan_memory(cfg: Config, model: Model) -> None:
+def plan_memory(cfg: Layout, model: Model) -> None:
     """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
     the run goes on without, and says so."""
     if cfg.memory_plan == "off":
@@ -228,7 +227,7 @@ def plan_memory(cfg: Config, model: Model) -> None:
         without(e)
 
 
-def where_it_lives(cfg: Config, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
+def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
     """[Line] of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     staging = optimizer.staging
@@ -243,7 +242,7 @@ def where_it_lives(cfg: Config, decision: Decision, model: Model, optimizer: Opt
             Line("positions", "positions", positions)]
 
 
-def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
+def memory_table(cfg: Layout, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
     """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
     nothing is); what set alpha, and how fast things go."""
     unit = "GiB, (estimated)" if expected else "GiB"
@@ -265,7 +264,7 @@ def memory_table(cfg: Config, decision: Decision, lines: list[Line], expected: E
     return "\n".join(out + alpha_and_rates(cfg, decision, expected))
 
 
-def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) -> list[str]:
+def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) -> list[str]:
     """The lines on what set alpha, and on what was measured."""
     lines = []
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
@@ -287,7 +286,7 @@ def alpha_and_rates(cfg: Config, decision: Decision, expected: Estimate | None) 
     return lines
 
 
-def plan_record(cfg: Config, decision: Decision, model: Model, lines: list[Line],
+def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line],
                 expected: Estimate | None) -> dict[str, object]:
     """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
     where_it_lives()."""
@@ -301,7 +300,7 @@ def plan_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])
 
 
-def stage_record(cfg: Config, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
+def stage_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
     """What plan.json holds of each of several stages, from its first rank."""
     record = plan_record(cfg, decision, model, lines, None)
     own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
@@ -309,7 +308,7 @@ def stage_record(cfg: Config, decision: Decision, model: Model, lines: list[Line
     return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
 
 
-def stages_table(cfg: Config, records: list[dict]) -> list[str]:
+def stages_table(cfg: Layout, records: list[dict]) -> list[str]:
     """The startup's table of what the first rank of each stage holds. `records`: stage_record() of each."""
     lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
     for one in records:
@@ -319,4 +318,4 @@ def stages_table(cfg: Config, records: list[dict]) -> list[str]:
         device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
         lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
     lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
-    return lines + (shares_lines(lent, cfg.pp, cfg.n_subsequences) if cfg.msp and records else [])
+    return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.optim.adamw import adamw
 
-from memo.config import Config
 from memo.errors import BadState
 from memo.flat import (
     Location,
@@ -35,6 +34,7 @@ from memo.flat import (
     shared_numel,
 )
 from memo.launch import rank_name
+from memo.layout import Layout
 from memo.parallel.axis import Works
 from memo.parallel.tp import local
 from memo.protocols import Model
@@ -81,7 +81,7 @@ class Optimizer:
     """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
     whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
 
-    def __init__(self, model: Model, cfg: Config) -> None:
+    def __init__(self, model: Model, cfg: Layout) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_on_host
         device = torch.device("cpu") if on_host else model.device

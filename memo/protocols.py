@@ -7,9 +7,9 @@ import torch
 
 from memo.attention import Attention
 from memo.block import Block
-from memo.config import Config
 from memo.edges import Edges
 from memo.flat import Location
+from memo.layout import Layout
 from memo.ops import Ops
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena, NoArena
@@ -31,7 +31,7 @@ class Source(Protocol):
 class Model(Protocol):
     """Names the members of a GPT that others use; model.py says what they are."""
 
-    cfg: Config
+    cfg: Layout
     device: torch.device
     dtype: torch.dtype
     mesh: Mesh
@@ -57,7 +57,7 @@ class Model(Protocol):
     positions: list[torch.Tensor]
     turn: list[torch.Tensor | None]
 
-    def __init__(self, cfg: Config, device: torch.device, dtype: torch.dtype, *,
+    def __init__(self, cfg: Layout, device: torch.device, dtype: torch.dtype, *,
                  mesh: Mesh = ALONE) -> None: ...
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
     def reserve(self, B: int, T: int, placement: Placement | None = None, *, streams: Streams | None = None,

@@ -148,7 +148,7 @@ def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: in
                                                             name + ", stage 0" * bool(stage_spans)))
     if stage_spans:
         draw_picture(run, "pipeline.png", lambda path: pipeline(
-            on_one_clock(stage_spans), run.cfg.n_subsequences, path, name))
+            on_one_clock(stage_spans), run.cfg.subsequences, path, name))
     if run.model.arena.plans:
         trace, plan = run.model.arena.plans[0]
         draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))

@@ -166,7 +166,7 @@ def check_msp(cfg: Settings) -> None:
 
 def check_states(cfg: Settings) -> None:
     """Layers that come take turns in two places: each comes once in a pass."""
-    if not cfg.layers_come:
+    if cfg.states in ("auto", "device"):
         return
     if cfg.pp != 1:
         raise ConfigError(f"states={cfg.states} goes with pp=1 only, not pp={cfg.pp} (a stage needs "

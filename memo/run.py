@@ -31,7 +31,7 @@ from memo.files import load_json, own_folder, read_text
 from memo.huggingface import CONFIG, OWN, own_files
 from memo.keys import Keys
 from memo.launch import Launch, run_name, same_everywhere, together
-from memo.layout import check_streams, stage_of
+from memo.layout import Layout, check_streams
 from memo.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.manifest import CHECKPOINT, Damaged, checkpoints, latest
 from memo.ops import resolve_ops
@@ -44,10 +44,10 @@ from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
 from memo.protocols import Model
 from memo.report import furnish
-from memo.run_state import Checked, Run
+from memo.run_state import Checked, Decided, Run
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
-Choice = tuple[Config, str]  # numbers in place of auto, and why these
+Choice = tuple[Layout, str]  # numbers in place of auto, and why these
 
 
 # --- one rank ---
@@ -68,7 +68,7 @@ def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
                           f"again with data/text/prepare.py --tokenizer={folder}")
 
 
-def arena_here(cfg: Config, machine: Machine) -> ArenaBytes:
+def arena_here(cfg: Layout, machine: Machine) -> ArenaBytes:
     """Traces the arena in this process, as budget.traced_arena."""
     return traced_arena(cfg, machine, lambda keys: trace_step(
         replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
@@ -76,10 +76,10 @@ def arena_here(cfg: Config, machine: Machine) -> ArenaBytes:
 
 def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
                passed_over: dict[Path, str]) -> Checked:
-    """All that can be wrong before the device is touched, and that needs no other rank. Errors: ConfigError;
-    Damaged: the checkpoint to resume from, the newest that is not `passed_over`."""
+    """Checks all that needs no other rank, before the device is touched; Decided where nothing is left to
+    choose. Errors: ConfigError; Damaged: the checkpoint to resume from, the newest not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
-    least = with_stages(cfg, launch.world)[0]
+    with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
                             cfg.check_data)
@@ -118,21 +118,20 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
     origin = code() | data.fingerprints | {
         "ranks": launch.world, "device in use": device_name(device), "dtype in use": str(dtype),
         "attention in use": attention.name, "ops in use": ops.name}
-    cfg = stage_of(cfg, launch.rank, launch.world)
     found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
                     speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
                     kernels=dict(attention=attention.name, ops=ops.name), origin=origin)
     if not cfg.undecided:
-        return check_room(found, launch)
-    with_fewest = stage_of(replace(least, vocab_size=cfg.vocab_size), launch.rank, launch.world)
-    memory.host_limit(with_fewest, launch, dtype.itemsize)  # with more stages some host holds more
+        return check_room(found, Layout.of(cfg), launch)
+    least = fewest(cfg, launch.world).of_rank(launch.rank, launch.world)
+    memory.host_limit(least, launch, dtype.itemsize)  # with more stages some host holds more
     return found
 
 
-def check_room(found: Checked, launch: Launch, why: str = "") -> Checked:
-    """Whether there is memory, and on rank 0 the Estimate. `why`: why its numbers were chosen.
-    Errors: ConfigError."""
-    cfg, device = found.cfg, found.device
+def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") -> Decided:
+    """Whether there is memory for the run in a layout, and on rank 0 the Estimate. `why`: why its numbers
+    were chosen. Errors: ConfigError."""
+    cfg, device = layout.of_rank(launch.rank, launch.world), found.device
     if device.type == "cuda":
         check_streams(cfg, launch.world)
     limit, expected = memory.host_limit(cfg, launch, found.dtype.itemsize), None
@@ -144,12 +143,12 @@ def check_room(found: Checked, launch: Launch, why: str = "") -> Checked:
         expected = expect(replace(cfg, **found.kernels), device, launch, arena_here,
                           found.force)
         expected = expected and replace(expected, chosen=why)
-    return replace(found, host_limit_bytes=limit, expected=expected)
+    return Decided(**vars(found) | dict(cfg=cfg, host_limit_bytes=limit, expected=expected))
 
 
 # --- all ranks ---
 
-def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
+def with_numbers(found: Checked, launch: Launch, host: Axis) -> Decided:
     """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
     Errors: ConfigError."""
     choice = host.objects(together(host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
@@ -161,9 +160,8 @@ def with_numbers(found: Checked, launch: Launch, host: Axis) -> Checked:
     if why and "asked" in before:
         others = [f"{name}={before[name]}" for name in numbers if before[name] != numbers[name]]
         why += f"; before: {' '.join(others)}" * bool(others)
-    mine = stage_of(replace(found.cfg, **numbers), launch.rank, launch.world)
-    found = replace(found, cfg=mine, asked=asked)
-    return together(host, check_room, found, launch, why)
+    layout = Layout.of(found.cfg, **numbers)
+    return replace(together(host, check_room, found, layout, launch, why), asked=asked)
 
 
 def choice_before(ckpt: checkpoint.Checkpoint | None) -> Keys:
@@ -175,8 +173,8 @@ def choice_before(ckpt: checkpoint.Checkpoint | None) -> Keys:
     return stored
 
 
-def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Config | None:
-    """The config with the numbers that the checkpoint's run has chosen. None where that was asked something
+def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Layout | None:
+    """The Layout with the numbers that the checkpoint's run has chosen. None where that was asked something
     else, or in another layout, or its stages do not fill the world."""
     stored = choice_before(ckpt)
     if "asked" not in stored:  # of a run with numbers by hand, or of none, from memo.convert
@@ -185,7 +183,7 @@ def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Co
     same = all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})
     if not same or stored["pp"] not in [one.pp for one in with_stages(cfg, world)]:
         return None
-    return replace(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
+    return Layout.of(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
 
 
 def try_to_choose(found: Checked, launch: Launch) -> Choice:
@@ -268,20 +266,18 @@ def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str])
     return held
 
 
-def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable) -> Checked:
+def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable) -> Decided:
     """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
     read_argv(argv, passed_over) -> (Config, whether to start although memory lacks). Errors: ConfigError."""
     name = host.objects(run_name() if host.rank == 0 else "")[0]
     if before := restarted(argv, host, name, read_argv):
         argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
-    found, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
-    cfg, device = found.cfg, found.device
-    here = found.origin | {"device in use": device.type, "checkpoint": found.ckpt and found.ckpt.iter}
+    checked, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
+    cfg, device = checked.cfg, checked.device
+    here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
-    if cfg.undecided:
-        found = with_numbers(found, launch, host)
-        cfg = found.cfg
+    found = checked if isinstance(checked, Decided) else with_numbers(checked, launch, host)
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects(f"{name}\n{uuid4().hex}")[0]
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
@@ -295,7 +291,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     return replace(found, owner=owner, lock=held_lock, expected=expected)
 
 
-def open_run(found: Checked, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
+def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
     """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
     out_dir cannot be written."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0

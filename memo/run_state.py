@@ -1,4 +1,4 @@
-"""What a run holds: what is known before the device is touched (Checked), and what it trains with (Run)."""
+"""What a run holds: what was asked (Checked), how it is laid out (Decided), what it trains with (Run)."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +17,7 @@ from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.files import plain_name
 from memo.keys import Keys
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.parallel.mesh import Mesh
 from memo.protocols import Model
@@ -24,7 +25,7 @@ from memo.protocols import Model
 
 @dataclass(kw_only=True)
 class Checked:
-    """The part of a run that is known before the device is touched."""
+    """The part of a run that each rank knows by itself, before the device is touched."""
 
     cfg: Config  # with the dataset's vocab_size
     data: Data
@@ -38,15 +39,22 @@ class Checked:
     force: bool  # whether to start although memory lacks
     kernels: Keys  # keys that name those of the run
     origin: dict[str, object]  # see memo/origin.py
-    host_limit_bytes: int = 0  # this rank's share of the host, for swapped activations; 0: not known yet
-    expected: Estimate | None = None
+
+
+@dataclass(kw_only=True)
+class Decided(Checked):
+    """A run with a layout, for which there is memory."""
+
+    cfg: Layout
+    host_limit_bytes: int  # this rank's share of the host, for swapped activations
+    expected: Estimate | None
     asked: Keys = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
 
 
 @dataclass(kw_only=True)
-class Run(Checked):
+class Run(Decided):
     """A run that can train."""
 
     mesh: Mesh

@@ -131,8 +131,7 @@ def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", matmul="bf16", tp=1,
-                            cp=1, pp=1, msp=False, states="device", tensor_parallel="megatron",
-                            head_groups="auto")
+                            cp=1, tensor_parallel="megatron", head_groups="auto")
         where = pick_device(cfg)
         model = GPT(with_place(cfg, *where), *where, grads=False)
         checkpoint.restore(ckpt, model)

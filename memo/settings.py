@@ -1,11 +1,9 @@
 """The keys of a configuration, and what follows from them alone. Config (memo/config.py) has them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 from memo.keys import key
-from memo.msp import Shares
 
 FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the kernels of a GPU
 
@@ -162,10 +160,6 @@ class Settings:
     seed: int = key(1337, "seed of the initial weights and of the order of the data", least=0, below=2**63,
                     why="seeds have 63 bits")
 
-    # of pp, that of a rank, and what stages compute for each other: no keys
-    stage: int = field(default=0)
-    shares: Shares = field(default=())
-
     @property
     def metp(self) -> bool:
         """Whether matrices travel between the ranks of tp, not tokens."""
@@ -175,26 +169,6 @@ class Settings:
     def token_ranks(self) -> int:
         """Ranks that share a sequence in attention."""
         return self.cp * self.tp if self.metp else self.cp
-
-    @property
-    def has_embedding(self) -> bool:
-        """Whether this rank's stage is the first, which has the embedding."""
-        return self.stage == 0
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this rank's stage is the last, which has the final norm and the head."""
-        return self.stage == self.pp - 1
-
-    @property
-    def ties_stages(self) -> bool:
-        """Whether the first stage and the last one hold the same matrix, the embedding's and the head's."""
-        return self.pp > 1 and self.tie_embeddings
-
-    @property
-    def whole(self) -> Self:
-        """The same model in one stage."""
-        return replace(self, pp=1, msp=False, stage=0, shares=())
 
     @property
     def kv_heads(self) -> int:
@@ -241,36 +215,13 @@ class Settings:
         """N; one where nobody has decided."""
         return 1 if self.subsequences == "auto" else self.subsequences
 
-    @property
-    def by_layer(self) -> bool:
-        """Whether units run layer by layer, as they do in one stage where nobody has decided."""
-        return self.n_subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
-
-    @property
-    def layers_come(self) -> bool:
-        """Whether a layer's parameters come to the device for each pass, and its gradients leave."""
-        return self.states in ("sharded", "host")
-
-    @property
-    def edges_come(self) -> bool:
-        """Whether embedding and head do so too: not where both have one matrix, which both ends need. Beside
-        a single layer they stay (memo/schedule/program.py: coming)."""
-        return self.layers_come and not self.tie_embeddings
-
-    @property
-    def optimizer_on_host(self) -> bool:
-        """Whether master weights, moments and steps are the host's."""
-        return self.optimizer_device == "cpu" or self.states == "host"
-
     def micro_batches(self, dp: int) -> int:
         """Count a step's micro batches, over all ranks; `dp` of them get others each."""
         return dp if self.gradient_accumulation_steps == "auto" else self.gradient_accumulation_steps
 
     @property
     def undecided(self) -> bool:
-        """Whether stages, subsequences or the states' place are left to choose.choose(), for a training step.
-        All else takes what is undecided as it is: there is one subsequence, or equal ones go layer by layer;
-        states are on the device."""
+        """Whether stages, subsequences or the states' place are left to choose.choose(), for training."""
         return "auto" in (self.pp, self.subsequences, self.states) or (
             self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 

@@ -9,13 +9,13 @@ from functools import partial
 from math import fsum
 
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
-from memo.config import Config
 from memo.decide import Placed
 from memo.estimate.regions import lane_bytes
 from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, guest_number, helpers, shares_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
@@ -27,29 +27,28 @@ from memo.swap.sizes import Sizes, shared_regions
 FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
 
 
-def flops_of_rows(cfg: Config, x: int, rows: int) -> float:
+def flops_of_rows(cfg: Layout, x: int, rows: int) -> float:
     """Of a layer's forward, of one sequence: of the first own rows of subsequence x."""
     lengths = subsequence_lengths(cfg)
     before, tokens = sum(lengths[:x]), rows * cfg.cp * cfg.tp // cfg.batch_size
     return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
 
 
-def shares_with(cfg: Config, parts: Parts) -> Shares:
+def shares_with(cfg: Layout, parts: Parts) -> Shares:
     """The Shares of a config."""
     ranks = cfg.cp * cfg.tp
     cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
-    layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
     multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
     aligned = ALIGNED * cfg.batch_size * cfg.layout_multiple // ranks
     if all(n % aligned == 0 and n >= 2 * cfg.pp * aligned for n in cuts):
         multiple = aligned
-    return shares_of(layers, cuts, multiple, partial(flops_of_rows, cfg), parts)
+    return shares_of(cfg.depths, cuts, multiple, partial(flops_of_rows, cfg), parts)
 
 
-def even_shares(cfg: Config, helping: Helping = helpers) -> Shares:
+def even_shares(cfg: Layout, helping: Helping = helpers) -> Shares:
     """The Shares where messages are free, and `helping` says who helps: in each slot every stage computes as
     much."""
-    return shares_with(cfg, even_parts(cfg.pp, cfg.n_subsequences, helping))
+    return shares_with(cfg, even_parts(cfg.pp, cfg.subsequences, helping))
 
 
 def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: int,
@@ -117,7 +116,7 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
     """The Shares that are fastest: all idle stages help all busy ones, or are dealt out to them; before the
     stages' own subsequences, behind them, both or not at all. All stages must have the same facts, and get
     the same answer."""
-    cfg = replace(stages[0].cfg, stage=0)
+    cfg = stages[0].cfg
     if not timed(stages):
         return even_shares(cfg)
     ways: list[Shares] = [()]

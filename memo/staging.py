@@ -6,8 +6,6 @@ but those of layers that come again after their gradients have left, for another
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
-from dataclasses import replace
-
 import torch
 
 from memo.config import Config
@@ -15,6 +13,7 @@ from memo.device import free_bytes
 from memo.errors import warn
 from memo.flat import Range, staged_bytes
 from memo.formulas import parameters
+from memo.layout import Layout
 from memo.protocols import Model
 from memo.schedule.step import Step
 from memo.swap.alpha import OutOfHostMemory
@@ -24,15 +23,15 @@ from memo.swap.slab import HostSlab, host_bytes
 SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
 
 
-def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Config:
-    """The config of a model that is not trained, with the place of its layers' parameters: the host where a
+def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
+    """The Layout of a model that is not trained, with the place of its layers' parameters: the host where a
     GPU has too little room, which is said."""
     needs = dtype.itemsize * parameters(cfg) // cfg.tp
     if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
-        return replace(cfg, states="device")
+        return Layout.whole(cfg, states="device")
     warn(f"{needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, which "
          "takes time")
-    return replace(cfg, states="host", unit_order="layer")
+    return Layout.whole(cfg, states="host", unit_order="layer")
 
 
 class HostWeights:

@@ -6,28 +6,21 @@ of what the layout needs alone.
 """
 
 from bisect import bisect_left
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
-from memo.formulas import layer_forward_terms
-from memo.settings import Settings
+from memo.formulas import layer_forward_terms, percent
+from memo.layout import Layout
 
 ALIGNED = 128  # multiples of what the layout needs
 
 
-def subsequence_lengths(cfg: Settings, S: int | None = None) -> tuple[int, ...]:
+def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
     """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
     block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
     layout needs."""
-    return known_lengths(replace(cfg, stage=0) if cfg.stage else cfg, S)
-
-
-@lru_cache(64)  # an estimate asks again and again
-def known_lengths(cfg: Settings, S: int | None) -> tuple[int, ...]:
-    """The same, of the first stage; those of all stages are alike."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.layout_multiple
-    N = max(1, min(cfg.n_subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
+    N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
     if cfg.subsequence_cut == "flops":
@@ -37,7 +30,7 @@ def known_lengths(cfg: Settings, S: int | None) -> tuple[int, ...]:
     return tuple(n * multiple for n in counts)
 
 
-def slice_lengths(cfg: Settings, S: int | None = None) -> list[tuple[int, ...]]:
+def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:
     """Of each subsequence the tokens of its slices, one after the other: each is dealt by itself to the ranks
     that share a sequence. A slice ends where rows end that a stage computes for another one: so what comes
     before them in a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
@@ -51,7 +44,7 @@ def slice_lengths(cfg: Settings, S: int | None = None) -> list[tuple[int, ...]]:
     return [tuple(end - first for first, end in pairwise(sorted({0} | here))) for here in ends]
 
 
-def unit_rows(cfg: Settings, B: int, T: int) -> tuple[int, ...]:
+def unit_rows(cfg: Layout, B: int, T: int) -> tuple[int, ...]:
     """Counts a rank's own rows of each subsequence, of B sequences of which a rank of cp holds T tokens
     each."""
     return tuple(B * n // (cfg.cp * cfg.tp) for n in subsequence_lengths(cfg, T * cfg.cp))
@@ -72,7 +65,17 @@ def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> 
     return [end - first for first, end in pairwise([*ends, count])]
 
 
-def subsequences_line(cfg: Settings, chosen: str = "") -> str:
+def pipeline_line(cfg: Layout) -> str:
+    """The layers of each stage, and how long the stages wait for each other; empty where there is one."""
+    if cfg.pp == 1:
+        return ""
+    N = len(subsequence_lengths(cfg))
+    s = "s" * (N > 1)
+    return (f"pipeline    {cfg.pp} stages of {', '.join(map(str, cfg.depths))} layers, {N} subsequence{s}: "
+            f"bubble {cfg.pp - 1}/{N} = {percent((cfg.pp - 1) / N)} of the computing")
+
+
+def subsequences_line(cfg: Layout, chosen: str = "") -> str:
     """What a sequence is cut into, and in which order the units run; empty where it is not cut. `chosen`:
     why, where the number was chosen."""
     lengths, why = subsequence_lengths(cfg), f": {chosen}" * bool(chosen)

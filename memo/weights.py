@@ -24,6 +24,7 @@ from memo.errors import ConfigError, elsewhere, reason
 from memo.files import MOST_JSON_CHARS, JsonObject, load_json, open_file, plain_name, replacing, save_json
 from memo.flat import model_parameters
 from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
+from memo.layout import Layout
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -153,7 +154,7 @@ class HfWeights:
     """The weights of the model in `folder`, by memo's names, fp32: of every parameter the part that a rank of
     `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
 
-    def __init__(self, folder: Path | str, cfg: Config, rank: int = 0, ranks: int = 1):
+    def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
         self.weights = {w.name: w for w in weights_of(cfg)}

@@ -15,6 +15,7 @@ from memo.estimate.hardware import Machine
 from memo.estimate.roofline import LayerSeconds
 from memo.estimate.step_seconds import rows_of_tp_s
 from memo.layer import layer_of
+from memo.layout import Layout
 
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 BF16, FP32 = 2, 4
@@ -102,7 +103,7 @@ def layer_s(system: str, cfg: Config, machine: Machine) -> tuple[float, float]:
                                 + (ranks - 2) * layer.late_s(2 * keys_s, beside[1]))
 
 
-def head_s(system: str, cfg: Config, machine: Machine) -> float:
+def head_s(system: str, cfg: Layout, machine: Machine) -> float:
     """Seconds of the final norm, the logits, the loss and their gradients, of all rows at once."""
     layer = LayerSeconds(cfg, machine, BF16)
     V, C, speeds = cfg.padded_vocab_size, cfg.n_embd, machine.speeds

@@ -22,6 +22,7 @@ from memo.estimate.search import config_with
 from memo.estimate.step_seconds import data_s, embedding_s, optimizer_s
 from memo.formulas import mfu, tgs
 from memo.layer import layer_of
+from memo.layout import Layout
 from testing.baseline_layer import BF16, DEEPSPEED, FP32, MEGATRON, head_s, layer_s, logit_bytes
 
 OPTIMIZER_BYTES = 12  # of a parameter: weight and two moments in fp32
@@ -37,12 +38,12 @@ class Recompute(NamedTuple):
     together: int = 1
 
 
-class Layout(NamedTuple):
+class RivalLayout(NamedTuple):
     """A system's layout. `cfg`: tp, pp, cp (of DeepSpeed the ranks of Ulysses), the sequences of a micro
     batch as its batch_size. `micros`: micro batches of a rank in a step."""
 
     system: str
-    cfg: Config
+    cfg: Layout
     dp: int
     micros: int
 
@@ -61,9 +62,9 @@ class Layout(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a step of a Layout takes. `device_bytes`: of the fullest rank; `mfu`: 1 is all of the peak."""
+    """What a step of a layout takes. `device_bytes`: of the fullest rank; `mfu`: 1 is all of the peak."""
 
-    layout: Layout
+    layout: RivalLayout
     recompute: Recompute
     device_bytes: float
     fits: bool
@@ -74,7 +75,7 @@ class Run(NamedTuple):
 
 # --- bytes ---
 
-def row_elements(one: Layout) -> tuple[int, int]:
+def row_elements(one: RivalLayout) -> tuple[int, int]:
     """(elements of a token that a layer keeps, elements more that its backward takes at the most), of all tp
     ranks together. Kept are the inputs of both halves and their norms, q, k, v, attention's output, and of
     the MLP what its first matrices give and what its last one takes. Ulysses keeps attention's output before
@@ -88,12 +89,12 @@ def row_elements(one: Layout) -> tuple[int, int]:
     return kept, C + first + max(0, gathered - F)
 
 
-def kept_bytes(one: Layout, itemsize: int = BF16) -> float:
+def kept_bytes(one: RivalLayout, itemsize: int = BF16) -> float:
     """Of a layer that keeps all, with the statistics of two LayerNorms and of attention, in fp32."""
     return one.rows * (itemsize * row_elements(one)[0] + FP32 * (4 + one.cfg.n_head)) / one.cfg.tp
 
 
-def state_bytes(one: Layout, stage: int) -> float:
+def state_bytes(one: RivalLayout, stage: int) -> float:
     """Parameters, gradients and optimizer of a rank. Megatron-LM with its distributed optimizer: 6 + 12/d
     bytes a parameter, d its dp * cp ranks (Megatron Core's guide, "Distributed Optimizer"). ZeRO-3: 16 bytes,
     shared by all ranks (arXiv 1910.02054), and in bf16 what is gathered: two layers and a gradient, or the
@@ -107,7 +108,7 @@ def state_bytes(one: Layout, stage: int) -> float:
     return (BF16 + FP32 + OPTIMIZER_BYTES / (one.dp * cfg.cp)) * numel / cfg.tp
 
 
-def activation_bytes(one: Layout, stage: int, recompute: Recompute) -> float:
+def activation_bytes(one: RivalLayout, stage: int, recompute: Recompute) -> float:
     """Of a rank of a stage. In 1F1B micro batches are under way for it and for each stage behind it; one of
     them is in a layer's backward, or at the head."""
     cfg, (again, together) = one.cfg, recompute
@@ -122,7 +123,7 @@ def activation_bytes(one: Layout, stage: int, recompute: Recompute) -> float:
     return (min(one.micros, cfg.pp - stage) - 1) * (inputs + whole) + max(backward, head)
 
 
-def device_bytes(one: Layout, recompute: Recompute) -> float:
+def device_bytes(one: RivalLayout, recompute: Recompute) -> float:
     """Of the fullest rank, with CUDA's context and a communicator for each axis of several ranks."""
     cfg = one.cfg
     axes = sum(ranks > 1 for ranks in (cfg.tp, cfg.cp, cfg.pp, one.dp * cfg.cp))
@@ -132,7 +133,7 @@ def device_bytes(one: Layout, recompute: Recompute) -> float:
 
 # --- seconds ---
 
-def layers_s(one: Layout, machine: Machine, recompute: Recompute) -> tuple[float, float]:
+def layers_s(one: RivalLayout, machine: Machine, recompute: Recompute) -> tuple[float, float]:
     """Seconds of (forward, backward) of all layers of a stage, a micro batch, with what recomputes them and
     ZeRO-3's messages."""
     forward, backward = layer_s(one.system, one.cfg, machine)
@@ -140,7 +141,7 @@ def layers_s(one: Layout, machine: Machine, recompute: Recompute) -> tuple[float
     return with_zero(one, machine, *stage) if one.system == DEEPSPEED else stage
 
 
-def with_zero(one: Layout, machine: Machine, forward_s: float, backward_s: float) -> tuple[float, float]:
+def with_zero(one: RivalLayout, machine: Machine, forward_s: float, backward_s: float) -> tuple[float, float]:
     """Seconds of (forward, backward) with ZeRO-3's messages beside them, which hide as those of tp do: the
     machine's "hidden" part of them. Parameters are gathered once in each of both: recomputed layers keep
     theirs for the backward behind it (partitioned_param_coordinator.py: stage3_max_reuse_distance).
@@ -168,7 +169,7 @@ def in_turns_s(stages: Sequence[float], micros: int) -> float:
     return sum(stages) + (micros - 1) * max(stages)
 
 
-def step_s(one: Layout, machine: Machine, recompute: Recompute) -> float:
+def step_s(one: RivalLayout, machine: Machine, recompute: Recompute) -> float:
     """Seconds of a step. Messages of data parallelism hide as memo's do; Megatron-LM does so with
     --overlap-grad-reduce and --overlap-param-gather, and scales its gradients before
     (megatron/core/distributed/param_and_grad_buffer.py)."""
@@ -191,7 +192,7 @@ def step_s(one: Layout, machine: Machine, recompute: Recompute) -> float:
 
 # --- the fastest ---
 
-def layouts(system: str, cfg: Config, world: int, sequences: int) -> Iterator[Layout]:
+def layouts(system: str, cfg: Config, world: int, sequences: int) -> Iterator[RivalLayout]:
     """The space of a system on so many ranks, with so many sequences a step. Megatron-LM: tp to MOST_TP, cp
     by a ring, equal stages, a sequence a micro batch. DeepSpeed: Ulysses with as many ranks as divide the
     heads, and any micro batch, for all of which ZeRO-3 gathers once."""
@@ -207,10 +208,10 @@ def layouts(system: str, cfg: Config, world: int, sequences: int) -> Iterator[La
                               batch_size=batch, gradient_accumulation_steps=sequences // batch,
                               subsequences=1)
             if one:
-                yield Layout(system, one, dp, sequences // dp // batch)
+                yield RivalLayout(system, Layout.of(one), dp, sequences // dp // batch)
 
 
-def recomputes(one: Layout, all_or_none: bool) -> Iterator[Recompute]:
+def recomputes(one: RivalLayout, all_or_none: bool) -> Iterator[Recompute]:
     """Those that a system offers, fastest first: none, with Megatron-LM some layers, all layers, all layers
     of which several keep one input. `all_or_none`: none or all, each with its input."""
     n = one.stage_layers
@@ -219,8 +220,8 @@ def recomputes(one: Layout, all_or_none: bool) -> Iterator[Recompute]:
     yield from (Recompute(n, together) for together in ((1,) if all_or_none else degrees_of(n)))
 
 
-def run(one: Layout, machine: Machine, all_or_none: bool = False) -> Run:
-    """A Layout with its fastest recomputation that fits, or, where none does, with the one that takes
+def run(one: RivalLayout, machine: Machine, all_or_none: bool = False) -> Run:
+    """A RivalLayout with its fastest recomputation that fits, or, where none does, with the one that takes
     least."""
     room = machine.memory_bytes
     assert room is not None  # it is a GPU

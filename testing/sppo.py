@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from memo.config import Config
 from memo.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.schedule.spans import Span
 from memo.schedule.step import Moved, Op, Step
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 # --- the recursion ---
 
-def sizes_of(cfg: Config, stays: dict[str, float]) -> tuple[list[int], list[float]]:
+def sizes_of(cfg: Layout, stays: dict[str, float]) -> tuple[list[int], list[float]]:
     """([bytes of a subsequence's activations], [alpha, the part of them that goes to the host]), of all
     layers, one sequence. `stays`: {tensor: the part of its rows that stays on the device}."""
     sizes, alphas = list[int](), list[float]()
@@ -116,7 +116,7 @@ def on_device(swap: Swap, spans: list[Span]) -> list[int]:
             for i in range(p.subsequences)]
 
 
-def reserved(cfg: Config, n_buffers: int, stays: dict[str, float], streams: Streams) -> GPT:
+def reserved(cfg: Layout, n_buffers: int, stays: dict[str, float], streams: Streams) -> GPT:
     """A model whose units' rows all survive, these parts of them on the device."""
     model = GPT(cfg, CPU, torch.float32)
     Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))

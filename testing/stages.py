@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from memo.config import Config
 from memo.edges import Edges
-from memo.layout import stage_of
+from memo.layout import Layout
 from memo.msp import Shares, even_parts, shares_of
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import open_lanes, open_mesh
@@ -30,17 +28,17 @@ def equal_shares(layers: Sequence[int], cuts: Sequence[int], multiple: int = 1) 
     return shares_of(layers, cuts, multiple, lambda x, n: float(n), even_parts(len(layers), len(cuts)))
 
 
-def helped_config(p: int, N: int, n_layer: int = LAYERS) -> Config:
+def helped_config(p: int, N: int, n_layer: int = LAYERS) -> Layout:
     """p stages that share so evenly, N subsequences of 2 p rows."""
     rows = 2 * p
-    return Config(n_layer=n_layer, n_head=1, n_embd=16, vocab_size=150, block_size=rows * N, pp=p,
+    return Layout(n_layer=n_layer, n_head=1, n_embd=16, vocab_size=150, block_size=rows * N, pp=p,
                   subsequences=N, unit_order="subsequence", subsequence_cut="equal", activation="keep",
                   msp=True, shares=equal_shares([n_layer // p] * p, [rows] * N))
 
 
-def simulated_bubble(cfg: Config) -> float:
+def simulated_bubble(cfg: Layout) -> float:
     """Over the computing, where units take WORK by their rows and messages nothing."""
-    N, placements = cfg.n_subsequences, [placed(replace(cfg, stage=k), 10**9) for k in range(cfg.pp)]
+    N, placements = cfg.subsequences, [placed(one, 10**9) for one in cfg.every_stage]
 
     def seconds(k: int, step: Step) -> float:
         if step.op not in WORK:
@@ -51,10 +49,10 @@ def simulated_bubble(cfg: Config) -> float:
     return end / (sum(WORK.values()) * cfg.n_layer / cfg.pp * N) - 1
 
 
-def slept(host: Axis, cfg: Config, forward_s: float, passes: int = 1) -> list[Span]:
+def slept(host: Axis, cfg: Layout, forward_s: float, passes: int = 1) -> list[Span]:
     """The spans of a stage in the last of so many passes, where a unit sleeps as long as WORK says, by its
     rows."""
-    cfg, rows = stage_of(cfg, host.rank, host.size), cfg.block_size // cfg.n_subsequences
+    cfg, rows = cfg.of_rank(host.rank, host.size), cfg.block_size // cfg.subsequences
     torch.set_num_threads(1)
     mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages)
     open_lanes(mesh, cfg.shares, torch.device("cpu"))

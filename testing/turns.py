@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.schedule.streams import CpuMark, CpuStream, Event, Streams, Timeline
 from memo.swap.placing import place_rows
@@ -128,11 +128,11 @@ class Racing:
         self.streams = streams.compute.streams
         there = dict(states="device", activation="keep", alpha="auto")
         there |= dict(optimizer_device="auto")
-        self.expected = self.passes(*self.built(Config(**SHAPE | keys | there), {}))
-        self.model, self.optimizer = self.built(Config(**SHAPE | keys), changed, streams)
+        self.expected = self.passes(*self.built(Layout(**SHAPE | keys | there), {}))
+        self.model, self.optimizer = self.built(Layout(**SHAPE | keys), changed, streams)
 
     @staticmethod
-    def built(cfg: Config, changed: dict[str, Any],
+    def built(cfg: Layout, changed: dict[str, Any],
               streams: Streams | None = None) -> tuple[GPT, Optimizer]:
         model = GPT(cfg, CPU, torch.float32)
         optimizer = Optimizer(model, cfg)

@@ -13,6 +13,7 @@ from memo.config import as_keys
 from memo.estimate.arena import fast_arena
 from memo.flat import model_parameters
 from memo.layer import decoder_layer
+from memo.layout import Layout
 from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
@@ -81,7 +82,7 @@ def perturbed_weights(cfg, device):
     """Initial weights in which no bias is zero and no gain is one, so that a forgotten one shows."""
     g = torch.Generator(device).manual_seed(1)
     mine = model_parameters(cfg)  # of a stage
-    for name, w in initial_weights(cfg.whole, 0, device):
+    for name, w in initial_weights(Layout.whole(cfg), 0, device):
         w = w + torch.zeros_like(w).normal_(0.0, 0.1, generator=g) if w.dim() == 1 else w
         if name in mine:
             yield name, w

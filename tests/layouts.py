@@ -9,7 +9,6 @@ import torch
 from memo import checkpoint, memory
 from memo.decide import Room, problem_of
 from memo.layer import tensors_of
-from memo.layout import stage_of
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
@@ -102,7 +101,7 @@ def assembled(ranks):
 def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
     """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
-    for cfg in (stage_of(cfg, host.rank, host.size) for cfg in cfgs):
+    for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
         model, optimizer = build(cfg, mesh, dtype, stream)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import train
-from memo.config import Config
 from memo.files import keep, ours_alone
+from memo.layout import Layout
 from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
@@ -459,7 +459,7 @@ def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path,
 # --- a model and a run ---
 
 def model_and_arena(dtype=torch.float32, T=2048, L=4, kept=1024, **kw):
-    cfg = Config(n_layer=L, n_embd=64, n_head=2, vocab_size=300, block_size=T, **kw)
+    cfg = Layout(n_layer=L, n_embd=64, n_head=2, vocab_size=300, block_size=T, **kw)
     model = GPT(cfg, CPU, dtype)
     model.params.normal_(0, 0.02)
     model.reserve(1, T, Placement(L, 2, T, dict.fromkeys(OTHERS, kept)))

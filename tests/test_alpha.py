@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.config import Config
 from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
 from memo.estimate.step_seconds import StateSeconds, compute_seconds, swap_s
 from memo.layer import decoder_layer, groups_of, tensors_of
+from memo.layout import Layout
 from memo.profiler import MeasuredUnit
 from memo.schedule.step import Op
 from memo.subsequences import unit_rows
@@ -279,7 +279,7 @@ def test_the_plan_of_rounded_fractions_is_what_is_copied():
 
 # --- several subsequences ---
 
-CFG = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=4096, subsequences=4,
+CFG = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=4096, subsequences=4,
              alpha_mode="paper")
 ITEMSIZE = 4
 

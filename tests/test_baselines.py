@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import hardware
+from memo.layout import Layout
 from memo.verify.reference import ReferenceLayer, attend_fast
 from testing.baseline_layer import ROTARY, logit_bytes, passes
 from testing.baselines import (
     DEEPSPEED,
     FP32,
     MEGATRON,
-    Layout,
     Recompute,
+    RivalLayout,
     best,
     device_bytes,
     in_turns_s,
@@ -37,7 +37,7 @@ A800 = hardware.machine("a800-80gb")
 
 @pytest.mark.parametrize("mlp, kv_heads", [("gelu", 4), ("swiglu", 2)])
 def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
-    cfg = Config(n_layer=1, n_head=4, n_embd=64, n_kv_head=kv_heads, n_inner=160, vocab_size=64,
+    cfg = Layout(n_layer=1, n_head=4, n_embd=64, n_kv_head=kv_heads, n_inner=160, vocab_size=64,
                  block_size=32, batch_size=2, mlp=mlp, subsequences=1)
     block, saved = ReferenceLayer(cfg, attend_fast), {}
 
@@ -51,9 +51,9 @@ def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
     found = sum(nbytes for at, nbytes in saved.items() if at not in parameters)
     unfused = 2 * 32 * 160 * FP32 if mlp == "swiglu" else 0  # autograd keeps silu(gate), too
-    assert found == kept_bytes(Layout(MEGATRON, cfg, 1, 1), FP32) + unfused
+    assert found == kept_bytes(RivalLayout(MEGATRON, cfg, 1, 1), FP32) + unfused
     assert y.requires_grad  # what was saved is still there
-    one = Layout(MEGATRON, replace(cfg, n_inner=256), 1, 1)
+    one = RivalLayout(MEGATRON, replace(cfg, n_inner=256), 1, 1)
     if mlp == "gelu":  # arXiv 2205.05198: 34 s b h, without the two masks of dropout; and statistics in fp32
         assert kept_bytes(one) == 32 * 64 * 64 + 64 * (4 + 4) * FP32
 
@@ -94,7 +94,7 @@ def test_rotary_positions_without_fusion():
 @pytest.mark.parametrize("system, ranks", [(MEGATRON, 1), (DEEPSPEED, 1), (DEEPSPEED, 2)])
 def test_bytes_of_the_loss(system, ranks):
     """Each operation's, from the head's product to that of its gradient, without what is small."""
-    cfg = Config(**SHAPE | dict(cp=ranks, context_parallel="ulysses"))
+    cfg = Layout(**SHAPE | dict(cp=ranks, context_parallel="ulysses"))
     logits, grad = torch.randn(16, 512, dtype=torch.bfloat16), torch.ones(16, 1)
     with Traffic(logits.numel()) as count:
         x = logits.float()
@@ -112,7 +112,7 @@ def test_bytes_of_the_loss(system, ranks):
 
 def test_passes_of_a_layer():
     """In C of a token, as docs/baselines.md has them; Ulysses copies q, k, v and the output once each way."""
-    cfg = Config(**SHAPE)
+    cfg = Layout(**SHAPE)
     ring, shared = (replace(cfg, cp=2, context_parallel=how) for how in ("ring", "ulysses"))
     of = {name: [n / cfg.n_embd for n in passes(*those)] for name, those in dict(
         megatron=(MEGATRON, cfg), ring=(MEGATRON, ring), whole=(DEEPSPEED, cfg),
@@ -154,7 +154,7 @@ def test_stages_take_turns_as_in_1f1b(stages):
 @pytest.mark.parametrize("system, room", [(MEGATRON, 9 * 10**9), (DEEPSPEED, 18 * 10**9)])
 def test_the_best_is_the_best_of_every_layout(system, room):
     """Of a machine with little memory, so that something does not fit."""
-    cfg, small, world, sequences, rates = Config(**SHAPE), replace(A800, memory_bytes=room), 12, 12, []
+    cfg, small, world, sequences, rates = Layout(**SHAPE), replace(A800, memory_bytes=room), 12, 12, []
     for tp, pp, cp, dp, batch in product(range(1, 13), repeat=5):
         if tp * pp * cp * dp != world or sequences % (dp * batch) or 6 % pp or 12 % tp:
             continue
@@ -165,7 +165,7 @@ def test_the_best_is_the_best_of_every_layout(system, room):
                           context_parallel="ring" if system == MEGATRON else "ulysses")
         except ConfigError:  # the sequence cannot be shared out
             continue
-        layout = Layout(system, one, dp, sequences // dp // batch)
+        layout = RivalLayout(system, one, dp, sequences // dp // batch)
         for recompute in recomputes(layout, False):
             if device_bytes(layout, recompute) <= small.memory_bytes:
                 rates.append(sequences * 65536 / world / step_s(layout, small, recompute))
@@ -175,7 +175,7 @@ def test_the_best_is_the_best_of_every_layout(system, room):
 
 
 def test_recomputing_takes_seconds_and_saves_bytes():
-    cfg = Config(**SHAPE)
+    cfg = Layout(**SHAPE)
     for one in layouts(MEGATRON, cfg, 8, 8):
         none, some, all_, pairs = (Recompute(0), Recompute(one.stage_layers // 2),
                                    Recompute(one.stage_layers), Recompute(one.stage_layers, 2))
@@ -186,7 +186,7 @@ def test_recomputing_takes_seconds_and_saves_bytes():
 
 
 def test_ulysses_ends_at_the_number_of_heads():
-    cfg = Config(**SHAPE | dict(block_size=131072))
+    cfg = Layout(**SHAPE | dict(block_size=131072))
     assert {one.cfg.cp for one in layouts(DEEPSPEED, cfg, 64, 64)} == {1, 2, 4}  # that divide 12 and 64
     assert best(DEEPSPEED, cfg, A800, 64, 1) is None  # of 16 replicas 15 would have no sequence
     four, eight = (longest(DEEPSPEED, cfg, A800, world, 16) for world in (4, 8))

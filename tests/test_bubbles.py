@@ -9,11 +9,11 @@ import pytest
 
 import train
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
-from memo.config import Config
 from memo.decide import Rates, Room
 from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
 from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
+from memo.layout import Layout
 from memo.profiler import MeasuredUnit
 from memo.swap.placing import placed
 from testing.ranks import pool
@@ -25,7 +25,7 @@ ROWS = 2048  # of a unit, where alphas in eighths are whole rows
 def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recompute_s=1.0, mode="memo"):
     """The StageFacts of two stages with two buffers each. `alpha`: whose copies take a second; `head_s`: of a
     subsequence; `recompute_s`: of a second's forward."""
-    cfg = Config(n_layer=n_layer, n_head=1, n_embd=64, block_size=N * ROWS, vocab_size=64, batch_size=1, pp=2,
+    cfg = Layout(n_layer=n_layer, n_head=1, n_embd=64, block_size=N * ROWS, vocab_size=64, batch_size=1, pp=2,
                  subsequences=N, subsequence_cut="equal", unit_order="subsequence", activation=mode,
                  alpha_mode="paper")
     tensors = tensors_of(cfg, 4)
@@ -38,7 +38,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
     rates = Rates(sum(forward_s), 2 * sum(forward_s), {group: sum(u.groups_s[group] for u in units)
                                                        for group in groups}, rate, rate, 0, units)
     facts = []
-    for one in (replace(cfg, stage=k) for k in range(2)):
+    for one in cfg.every_stage:
         room = Room(2**50, placed(one, 2).device_bytes(tensors))
         facts.append(StageFacts(one, 4, rates, room, Ends(0.0, N * head_s, (0.0,) * N, (0.0,) * N)))
     return facts

@@ -22,14 +22,15 @@ import torch.distributed as dist
 
 from memo import checkpoint, dcp
 from memo.checkpoint import CheckpointError, Copier, Saver
-from memo.config import Config, as_keys
+from memo.config import as_keys
+from memo.layout import Layout
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.optim import Optimizer
 from memo.views import Piece, whole
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
 
-CFG = Config(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
+CFG = Layout(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=200, bias=True)
 LARGER = replace(CFG, n_embd=128)
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.bfloat16]

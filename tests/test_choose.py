@@ -22,6 +22,7 @@ from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
+from memo.layout import Layout
 from memo.run import of_before
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
@@ -142,7 +143,7 @@ def test_stages_leave_alone_what_is_given():
 def test_a_resumed_run_keeps_its_stages_while_they_fill_the_world():
     cfg = made(pp="auto")
     asked = {name: value for name, value in as_keys(cfg).items() if value == "auto"}
-    four = replace(cfg, pp=4, subsequences=16, subsequence_cut="flops", unit_order="subsequence")
+    four = Layout.of(cfg, pp=4, subsequences=16, subsequence_cut="flops", unit_order="subsequence")
     ckpt = SimpleNamespace(config=as_keys(four) | dict(asked=asked))
     assert of_before(cfg, ckpt, 4) == four
     assert of_before(cfg, ckpt, 2) is None and of_before(made(pp=4), ckpt, 4) is None
@@ -154,7 +155,7 @@ def test_nothing_is_tried_without_need():
     def judge(one):
         tried.append(numbers(one))
         return Judged(1.0, lacking=one.subsequences < 2, copies=False)
-    assert choose_subsequences(made(4095), judge) == (replace(made(4095), **ONE), "") and not tried
+    assert choose_subsequences(made(4095), judge) == (Layout.of(made(4095), **ONE), "") and not tried
     assert choose_subsequences(made(), judge)[0].subsequences == 2  # it fits and copies nothing
     assert tried == [(1, "equal", "layer"), (2, "equal", "layer")]
 
@@ -163,9 +164,9 @@ def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_la
     cfg, four = Config(**SMALL), Config(**SMALL, subsequences=4)
     assert cfg.undecided and four.undecided and not Config(**SMALL, subsequences=1,
                                                                   states="device").undecided
-    L = cfg.n_layer
-    assert all_kept(cfg, 1, 4096) == all_kept(replace(cfg, **ONE), 1, 4096) == Placement(L, L, 4096)
-    assert all_kept(four, 1, 4096) == Placement(L, 4 * L, 4096, cuts=(1024,) * 4)
+    L, one = cfg.n_layer, Layout.of(cfg)
+    assert all_kept(one, 1, 4096) == all_kept(replace(one, **ONE), 1, 4096) == Placement(L, L, 4096)
+    assert all_kept(Layout.of(four), 1, 4096) == Placement(L, 4 * L, 4096, cuts=(1024,) * 4)
     assert layer_of(cfg) == layer_of(replace(cfg, **ONE)) != layer_of(four)
 
 
@@ -200,7 +201,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
     best = inf
     for n in (1, 4, 16):
         for cut in ("equal", "flops"):
-            one = replace(cfg, subsequences=n, subsequence_cut=cut, unit_order="layer")
+            one = Layout.of(cfg, subsequences=n, subsequence_cut=cut, unit_order="layer")
             costs = layer_seconds(one, H100, 2)
             for k in range(9):
                 fixed = replace(one, alpha=k / 8)
@@ -350,7 +351,7 @@ def test_the_choice_of_a_checkpoint_without_the_key_states_is_the_device():
     stored = as_keys(replace(cfg, **ONE, states="device")) | dict(asked=dict(AUTO))
     younger = of_before(cfg, SimpleNamespace(config=stored), 1)
     del stored["states"], stored["asked"]["states"]
-    assert younger == replace(cfg, **ONE, states="device")
+    assert younger == Layout.of(cfg, **ONE, states="device")
     assert of_before(cfg, SimpleNamespace(config=stored), 1) == younger
     assert of_before(replace(cfg, states="host"), SimpleNamespace(config=stored), 1) is None
 

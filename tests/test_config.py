@@ -15,6 +15,7 @@ from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.formulas import flops_per_sample, parameters
 from memo.keys import check_value
+from memo.layout import Layout
 from memo.load_config import keys_help, load_config
 from model import GPT
 from testing.paper import PAPER
@@ -368,7 +369,7 @@ def test_every_preset_loads():
 @pytest.mark.parametrize("preset,model",
                          [("7b_1m", "7B"), ("13b_1m", "13B"), ("30b_1m", "30B"), ("65b_1m", "65B")])
 def test_the_papers_models_build_on_the_meta_device(preset, model):
-    cfg = load_config([str(ROOT / "config" / f"{preset}.py")])
+    cfg = Layout.of(load_config([str(ROOT / "config" / f"{preset}.py")]))
     gpt = GPT(cfg, "meta", torch.bfloat16)
     m = PAPER["models"][model]
     P = 12 * m["n_layer"] * m["n_embd"] ** 2 + m["vocab_size"] * m["n_embd"]  # the paper's count
@@ -385,7 +386,7 @@ PUBLISHED = {"llama3_8b_1m": 8_030_261_248, "qwen3_8b_1m": 8_190_735_360, "llama
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_published_models_build_on_the_meta_device(preset):
-    cfg = load_config([str(ROOT / "config" / f"{preset}.py")])
+    cfg = Layout.of(load_config([str(ROOT / "config" / f"{preset}.py")]))
     tables = 1 if cfg.tie_embeddings else 2
     padding = tables * (cfg.padded_vocab_size - cfg.vocab_size) * cfg.n_embd
     shapes = [p.shape for p in model_parameters(cfg).values()]

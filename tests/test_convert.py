@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 import model as memo_model
 from memo import checkpoint, convert, weights
 from memo.command import run
-from memo.config import Config
 from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.huggingface import model_keys
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.tokenizer import load_tokenizer
@@ -39,12 +39,12 @@ def hf(tmp_path):
 
 
 def config(folder):
-    return Config(**model_keys(folder), weight_decay=0.1, device="cpu")
+    return Layout(**model_keys(folder), weight_decay=0.1, device="cpu")
 
 
 def memo_gpt(out_dir):
     ckpt = checkpoint.load(out_dir)
-    model = GPT(Config(**ckpt.config), "cpu", torch.float32)
+    model = GPT(Layout(**ckpt.config), "cpu", torch.float32)
     checkpoint.restore(ckpt, model)
     return model
 
@@ -124,7 +124,7 @@ def test_transformers_loads_the_tokenizer(tmp_path, hf):
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_trained_model_goes_to_transformers(tmp_path, bias):
-    cfg = Config(n_layer=2, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="learned", bias=bias)
+    cfg = Layout(n_layer=2, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="learned", bias=bias)
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(memo_model.initial_weights(cfg, 1, "cpu"))
@@ -139,7 +139,7 @@ def test_a_trained_model_goes_to_transformers(tmp_path, bias):
 
 def test_a_converted_model_is_resumed(tmp_path, hf):
     convert.from_hf(hf, tmp_path)
-    cfg = load_config([f"--out_dir={tmp_path}", "--init_from=resume"])
+    cfg = Layout.of(load_config([f"--out_dir={tmp_path}", "--init_from=resume"]))
     assert (cfg.n_layer, cfg.vocab_size, cfg.position, cfg.bias) == (L, V, "learned", True)
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
@@ -287,7 +287,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, hf, capsys, index, me
 def test_a_header_is_bounded_and_parsed_once(tmp_path, hf, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr(weights, "safe_open", lambda path, kind: opened.append(path) or safe_open(path, kind))
-    cfg = Config(**convert.model_keys(hf))
+    cfg = Layout(**convert.model_keys(hf))
     assert len(dict(HfWeights(hf, cfg))) > 20 and len(opened) == 1
     file = hf / "model.safetensors"
     file.write_bytes((2**24 + 8).to_bytes(8, "little") + b"{}".ljust(2**24 + 8))
@@ -345,7 +345,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
 
 
 def test_rotary_positions_stay(tmp_path, capsys):
-    cfg = Config(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
+    cfg = Layout(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
     model = GPT(cfg, "cpu", torch.float32)
     save_states(tmp_path, Optimizer(model, cfg), cfg, 0)
     fails(capsys, "position=rope must be learned for to-hf.*--position=learned",
@@ -363,4 +363,4 @@ def test_help(capsys, command):
 
 def test_weights_raise_a_config_error(tmp_path):
     with pytest.raises(ConfigError):
-        list(HfWeights(tmp_path, Config()))
+        list(HfWeights(tmp_path, Layout()))

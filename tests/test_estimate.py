@@ -32,6 +32,7 @@ from memo.estimate.unit_seconds import layer_seconds
 from memo.files import keep, kept_json
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
@@ -80,7 +81,7 @@ def paper(S, gpus=8, model="7B", **keys):
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, metp, made):
     """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, **METP if metp else {})
-    *_, lines = regions.states(cfg, A800, tp * cp * dp, 2)
+    *_, lines = regions.states(Layout.of(cfg), A800, tp * cp * dp, 2)
     [line] = ([line for line in lines if line.region == "communication"]
               or [regions.Line("", "0 NCCL communicators", 0)])
     assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES
@@ -182,6 +183,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     here = hardware.Machine("CPU", replace(hardware.NODES["workstation"], host_memory_bytes=2**40),
                             None, None, None)
     got = budget.estimate(cfg, here, world, fast_arena)
+    cfg = got.decided
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.token_ranks), dp=Axis("dp", 2),
                 replicas=Axis("data", 2 * cfg.cp))
     model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
@@ -199,7 +201,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
 
 @cache
 def traced_arenas(*argv, device="cuda", preset="7b_1m"):
-    cfg = load([f"config/{preset}.py", *argv])
+    cfg = Layout.of(load([f"config/{preset}.py", *argv]))
     machine = A800 if device == "cuda" else hardware.Machine("CPU", A800.node, None, None, None)
     return arena_here(cfg, machine), fast_arena(cfg, machine)
 
@@ -297,7 +299,7 @@ def lines_of_a_rank(host, cfgs):
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(cp=2), dict(METP, tp=2)])
 def test_ranks_hold_what_was_estimated(layout):
-    cfgs = [Config(**layout, n_layer=3, n_head=2, n_embd=32, vocab_size=50, block_size=2048, alpha=0.5,
+    cfgs = [Layout(**layout, n_layer=3, n_head=2, n_embd=32, vocab_size=50, block_size=2048, alpha=0.5,
                    subsequences=n, solver="greedy") for n in (1, 8)]
     here = hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None)
     estimates = [budget.estimate(cfg, here, 2, arena_here) for cfg in cfgs]
@@ -518,7 +520,7 @@ def test_what_has_no_room_does_not_fit():
                 "--block_size=6914048", "--subsequence_cut=equal"])
     alone, told = budget.untimed(H100), set()
     for states, n, mode in product(("device", "host"), (1, 8, 32), ("memo", "swap", "recompute")):
-        one = replace(cfg, states=states, subsequences=n, activation=mode)
+        one = Layout.of(cfg, states=states, subsequences=n, activation=mode)
         found = bool(room.no_room(one, alone, 8)), budget.estimate(one, alone, 8, fast_arena).fits
         told.add(found)
         assert found != (True, True), one
@@ -566,8 +568,8 @@ def test_the_longest_of_all_layouts():
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["equal", "flops"])
 def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
-    cfg = load(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7", "--vocab_size=1000",
-                       f"--subsequence_cut={cut}"])
+    cfg = Layout.of(load(["config/gpt2_124m.py", "--block_size=8192", "--subsequences=7",
+                          "--vocab_size=1000", f"--subsequence_cut={cut}"]))
     few = trace_step(cfg, "cuda")
     with patch.object(rehearsal, "PIECES_BEFORE", 99):
         every = trace_step(cfg, "cuda")
@@ -583,7 +585,7 @@ LLAMA_ARGV = ["--norm=rmsnorm", "--mlp=swiglu", "--gelu=exact", "--bias=False", 
                                   [*LLAMA_ARGV, "--ops=torch"],
                                   [*LLAMA_ARGV, "--tensor_parallel=metp", "--tp=2"]], ids=" ".join)
 def test_a_trace_is_the_same_where_every_operation_runs(argv):
-    cfg = load(["config/gpt2_124m.py", "--block_size=1536", "--vocab_size=1024", *argv])
+    cfg = Layout.of(load(["config/gpt2_124m.py", "--block_size=1536", "--vocab_size=1024", *argv]))
     device = "cpu" if cfg.device == "cpu" else "cuda"
     quick = trace_step(cfg, device)
     with (patch.object(rehearsal, "kind_of", lambda func: ("makes", [], 0)),
@@ -598,7 +600,7 @@ def test_another_process_traces_one_step_after_the_other():
         return asked[-1][1]
     asked, (process, _) = [], arena.tracer()
     for S in (1024, 2048):
-        cfg = load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"])
+        cfg = Layout.of(load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"]))
         with patch.object(arena, "cache_place", lambda: (None, "")):
             traced_arena(cfg, A800, here)
     assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked)
@@ -621,7 +623,7 @@ def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
                        "--optimizer_device=auto", "--states=device"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
     others = dict(search.remedies(got, most=99))
-    assert got.reason == "oom" and others["--tensor_parallel=metp"].cfg == replace(cfg, **METP)
+    assert got.reason == "oom" and others["--tensor_parallel=metp"].asked == replace(cfg, **METP)
     every = [search.estimate_or_none(one, A800, 8, fast_arena) for one in search.layouts(cfg, A800, 8)]
     assert {one.cfg.tensor_parallel for one in every if one and one.fits} == {"metp"}
     best = search.search(cfg, A800, 8, fast_arena)[0]
@@ -641,7 +643,7 @@ def test_remedies_fit():
     assert len(others) == 3 and all(other.fits for _, other in others)
     for text, other in others:
         argv = [arg for arg in text.split() if not arg.startswith("--gpus=")]
-        assert load(["config/7b_1m.py", "--block_size=4194304", "--states=device", *argv]) == other.cfg
+        assert load(["config/7b_1m.py", "--block_size=4194304", "--states=device", *argv]) == other.asked
 
 
 # --- the command ---
@@ -999,7 +1001,7 @@ ARENA = dict(transient=10**6, head=10**5)
     dict(arena=ARENA, keys={}), ARENA, [], "[" * 99999])
 def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cfg, machine, traces = load(["--vocab_size=99"]), hardware.machine("a800-80gb"), []
+    cfg, machine, traces = Layout(vocab_size=99), hardware.machine("a800-80gb"), []
 
     def trace(keys):
         traces.append(keys)
@@ -1031,7 +1033,8 @@ def test_what_fits_at_one_batch_fits_at_every_smaller_one():
 
 @pytest.mark.slow
 def test_attention_without_a_kernel_holds_the_scores():
-    cfg = load(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192", "--position=rope"])
+    cfg = Layout.of(load(["config/gpt2_124m.py", "--vocab_size=50257", "--block_size=8192",
+                          "--position=rope"]))
     A = hardware.machine("h100-80gb")
     for slow in (replace(cfg, dtype="float32"), replace(cfg, attention="math")):
         kernels, scores = (budget.estimate(one, A, 1, fast_arena).bytes_of("transient")[0]

@@ -15,9 +15,9 @@ import train
 from memo import evaluate
 from memo.batch import open_dataset
 from memo.command import run
-from memo.config import Config
 from memo.errors import ConfigError, RunFailed
 from memo.launch import Launch
+from memo.layout import Layout
 from memo.long_context import (
     NEEDLE,
     VALUE,
@@ -73,7 +73,7 @@ def reference_logits(cfg, tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypatch):
     monkeypatch.setattr("memo.edges.head_rows", lambda *_: 48)  # several chunks of logits
-    cfg, S = Config(**SHAPE, **FAMILIES[family]), 250
+    cfg, S = Layout(**SHAPE, **FAMILIES[family]), 250
     ids = torch.randint(0, VOCAB, (S + 1,), generator=torch.Generator().manual_seed(2))
     losses = token_losses(built(cfg), ids, context)
     half, expected = context // 2, np.zeros(S)
@@ -91,7 +91,7 @@ def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_wanted_tokens_and_no_others_are_scored(family):
-    cfg = Config(**SHAPE, **FAMILIES[family])
+    cfg = Layout(**SHAPE, **FAMILIES[family])
     windows = torch.randint(0, VOCAB, (3, 81), generator=torch.Generator().manual_seed(2))
     logits = reference_logits(cfg, windows[:, :-1])
     windows[0, 1:] = logits[0].argmax(1)  # some are the likeliest
@@ -106,7 +106,7 @@ def test_the_wanted_tokens_and_no_others_are_scored(family):
 
 
 def test_the_training_loss_is_the_mean_of_all_tokens(dataset):
-    model, data = built(Config(**SHAPE)), open_dataset(str(dataset), 1)
+    model, data = built(Layout(**SHAPE)), open_dataset(str(dataset), 1)
     asked = Questions(data, [64, 256], [0.5], 3, 7)
     losses = measure_losses(model, asked, quiet)
     batches = [data.batch("val", 0, i, 1, 256, 7) for i in range(3)]
@@ -160,7 +160,7 @@ def words(tmp_path_factory):
 
 
 def needles(words, kind, lengths=(64, 128, 512), depths=(0.0, 0.5, 1.0)):
-    cfg = Config(**SHAPE | dict(vocab_size=600, block_size=512))
+    cfg = Layout(**SHAPE | dict(vocab_size=600, block_size=512))
     model = kind(cfg, CPU, torch.float32, grads=False)
     model.load(initial_weights(cfg, 0, CPU))
     found = measure_needles(model, Questions(words, list(lengths), list(depths), 3, 5), quiet)
@@ -175,14 +175,14 @@ def test_a_model_that_copies_finds_all_needles_and_an_untrained_one_none(words):
 
 
 def induction_weights(V, S):
-    """(keys of a Config, {name: weight}) of two layers that copy. The residual stream holds the token, the
+    """(keys of a Layout, {name: weight}) of two layers that copy. The residual stream holds the token, the
     position, the token before (layer 0 looks one position back) and the prediction (layer 1 looks for places
     behind the present token)."""
     P, frequencies = 32, 2 * torch.rand(16, generator=torch.Generator().manual_seed(0)).double()
     C, token, before, out = 3 * V + P, slice(0, V), slice(V + P, 2 * V + P), slice(2 * V + P, None)
     cfg = dict(n_layer=2, n_head=1, head_dim=V, n_inner=1, n_embd=C, vocab_size=V, block_size=S,
                norm="rmsnorm", position="learned", tie_embeddings=False)
-    w = {name: torch.zeros_like(w) for name, w in initial_weights(Config(**cfg), 0, CPU)}
+    w = {name: torch.zeros_like(w) for name, w in initial_weights(Layout(**cfg), 0, CPU)}
     for name in w:
         if name.endswith(("ln1_w", "ln2_w", "lnf_w")):
             w[name].fill_(1.0)
@@ -204,7 +204,7 @@ def induction_weights(V, S):
 @pytest.mark.slow
 def test_a_gpt_with_an_induction_head_finds_all_needles(words):
     keys, w = induction_weights(600, 256)
-    model = GPT(Config(**keys), CPU, torch.float32, grads=False)
+    model = GPT(Layout(**keys), CPU, torch.float32, grads=False)
     model.load(w.items())
     found = measure_needles(model, Questions(words, [64, 256], [0.0, 0.6, 1.0], 2, 5), quiet)
     assert found["mean_score"] == 1.0 and np.min(found["gain"]) > 3
@@ -259,7 +259,7 @@ def measured(host, folder, cfg):
 
 @cache
 def measured_alone(family, folder):
-    return measured(Axis("host"), folder, Config(**SHAPE | FAMILIES[family]))
+    return measured(Axis("host"), folder, Layout(**SHAPE | FAMILIES[family]))
 
 
 def flat(results):
@@ -274,7 +274,7 @@ def flat(results):
     ("tp2 cp2", "ring", "gpt"), ("tp2 cp2", "ulysses", "llama")])
 def test_every_layout_gives_the_answers_of_one_process(text, kind, family, dataset):
     size, keys = degrees_of(text), SHAPE | FAMILIES[family]
-    cfg = Config(**keys, tp=size["tp"], cp=size["cp"], context_parallel=kind,
+    cfg = Layout(**keys, tp=size["tp"], cp=size["cp"], context_parallel=kind,
                  gradient_accumulation_steps=size["dp"])
     ranks = pool(size["tp"] * size["cp"] * size["dp"]).run(measured, dataset, cfg)
     alone = measured_alone(family, dataset)
@@ -337,9 +337,9 @@ def test_as_ranks_of_torchrun_it_gives_the_same(trained, evaluated, tmp_path):
 
 def test_default_lengths_are_parts_of_the_trained_one():
     layout = partial(evaluate.default_lengths, evaluate.read_argv(["out", "--cp=3"]))
-    assert layout(Config(block_size=4096)) == [252, 1020, 4092]
-    assert layout(Config(block_size=128)) == [126]
-    assert layout(Config(block_size=8)) == [66]
+    assert layout(Layout(block_size=4096)) == [252, 1020, 4092]
+    assert layout(Layout(block_size=128)) == [126]
+    assert layout(Layout(block_size=8)) == [66]
 
 
 @pytest.mark.parametrize("options,world,message", [

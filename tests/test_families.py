@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from memo import checkpoint, convert, weights
-from memo.config import Config
 from memo.convert import check_folder
 from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.huggingface import FAMILIES, GPT2, LLAMA, check_reach, hf_config, keys_of, model_keys, overlaid
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model
@@ -136,7 +136,7 @@ def test_in_and_out_again(tmp_path, name):
 def test_twenty_steps_train_as_transformers_do(tmp_path, name):
     kind, more = MODELS[name]
     net = saved(tmp_path / "hf", kind, **more)
-    cfg = Config(**model_keys(tmp_path / "hf"), device="cpu")
+    cfg = Layout(**model_keys(tmp_path / "hf"), device="cpu")
     model, optimizer = trained_beside(net, tmp_path / "hf", cfg, batches(2, V, S) * 10)
     [tokens] = batches(1, V, S - 1)
     save_states(tmp_path, optimizer, cfg, 20)
@@ -187,7 +187,7 @@ def test_a_longer_context_is_trained_and_goes_out(tmp_path, dataset):
     longer = load_config(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--block_size=128",
                           "--rope_scaling="])
     ckpt = checkpoint.load(tmp_path / "out")
-    checkpoint.restore(ckpt, GPT(longer, "cpu", torch.float32))  # and again another context
+    checkpoint.restore(ckpt, GPT(Layout.of(longer), "cpu", torch.float32))  # and again another context
 
 
 def test_only_positions_may_change(hf):
@@ -197,7 +197,7 @@ def test_only_positions_may_change(hf):
 
 
 def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
-    cfg = Config(**model_keys(hf) | dict(rope_scaling=json.dumps(YARN | dict(factor=2.0)).replace(
+    cfg = Layout(**model_keys(hf) | dict(rope_scaling=json.dumps(YARN | dict(factor=2.0)).replace(
         '"rope_theta": 1000000.0, ', "")))
     optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(model.cfg, "cpu"))
@@ -211,7 +211,7 @@ def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     keys = GPT2.keys if family == "gpt2" else FAMILIES["qwen3"].keys | dict(n_kv_head=2, tie_embeddings=False)
-    cfg = Config(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
+    cfg = Layout(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
     made, optimizer = dict(perturbed_weights(cfg, "cpu")), Optimizer(GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(made.items())
     save_states(tmp_path, optimizer, cfg, 0)
@@ -286,7 +286,7 @@ SIZES = dict(num_hidden_layers=4, num_attention_heads=32, hidden_size=4096, inte
 @pytest.mark.parametrize("config", REAL, ids=lambda config: config["model_type"])
 def test_fields_of_public_models_are_known(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
-    cfg = Config(**model_keys(tmp_path))
+    cfg = Layout(**model_keys(tmp_path))
     assert (cfg.kv_heads, cfg.head_width, cfg.qkv_bias) == (8, 128, config["model_type"] == "qwen2")
     assert bool(cfg.rope_scaling) is (config["model_type"] == "llama")
 
@@ -396,13 +396,13 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys, change, message):
 ])
 def test_models_of_no_family_stay(keys, message):
     base = dict(n_layer=1, n_head=2, n_embd=32, block_size=S, vocab_size=V, norm="rmsnorm", mlp="swiglu")
-    cfg = Config(**base | keys)
+    cfg = Layout(**base | keys)
     with pytest.raises(ConfigError, match=message):
         hf_config(cfg, "float32", {})
 
 
 def test_untied_gpt2_and_another_mlp(tmp_path):
-    cfg = Config(**GPT2.keys, n_layer=1, n_head=2, n_embd=32, n_inner=40, block_size=S, vocab_size=V,
+    cfg = Layout(**GPT2.keys, n_layer=1, n_head=2, n_embd=32, n_inner=40, block_size=S, vocab_size=V,
                  norm_eps=1e-3, tie_embeddings=False, gelu="tanh")
     optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(cfg, "cpu"))
@@ -476,7 +476,7 @@ def test_what_training_changed_is_written_over_the_fields_that_came(tmp_path, ki
     keys = model_keys(tmp_path)
     lengths = ("max_position_embeddings", "n_positions", "n_ctx")
     length = {name: S // 2 for name in CAME[kind] if name in lengths}
-    made = overlaid(tmp_path, Config(**keys | dict(block_size=S // 2)), "bfloat16")
+    made = overlaid(tmp_path, Layout(**keys | dict(block_size=S // 2)), "bfloat16")
     rope = {} if kind != "qwen3" else {name: made[name] for name in ("rope_scaling", "rope_parameters")}
     # where the length of before was not written, it is now, and nothing else beside the length
     assert {k: v for k, v in made.items() if v != CAME[kind].get(k)} == length | rope | dict(
@@ -545,7 +545,7 @@ def test_the_index_says_where_a_tensor_lies(tmp_path, hf, capsys):
 
 def test_a_tied_model_may_be_stored_under_the_heads_name(tmp_path):
     saved(tmp_path, LlamaConfig, num_key_value_heads=2, tie_word_embeddings=True)
-    cfg = load_config([f"--init_from=hf:{tmp_path}"])
+    cfg = Layout.of(load_config([f"--init_from=hf:{tmp_path}"]))
     wanted = dict(HfWeights(tmp_path, cfg))
     tensors = all_tensors(tmp_path)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")

@@ -7,7 +7,6 @@ import torch
 
 from memo import fp8
 from memo.backends import check_matmul
-from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -15,6 +14,7 @@ from memo.estimate.hardware import machine
 from memo.estimate.search import estimate_or_none, search
 from memo.fp8 import E4M3, E5M2
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.matmul import FP8
 from memo.optim import Optimizer
 from memo.parallel.mesh import ALONE
@@ -170,7 +170,7 @@ def test_a_tensor_of_more_than_2_31_elements():
 
 
 def test_what_has_no_fp8_says_so():
-    alone, tp2 = (Config(matmul="fp8", tp=tp) for tp in (1, 2))
+    alone, tp2 = (Layout(matmul="fp8", tp=tp) for tp in (1, 2))
     for cfg, capability, itemsize in ((tp2, (0, 0), 4), (alone, (8, 9), 2), (tp2, (10, 0), 2),
                                       (replace(tp2, tensor_parallel="metp"), (8, 9), 2),
                                       (replace(tp2, matmul="bf16"), (8, 0), 4)):
@@ -194,7 +194,7 @@ def test_a_device_without_such_products_is_named(monkeypatch):
 
 def test_no_search_and_no_remedy_has_what_is_refused():
     """Remedies ask estimate_or_none()."""
-    cfg, ada = Config(matmul="fp8", vocab_size=512, tp=2), machine("l40s")
+    cfg, ada = Layout(matmul="fp8", vocab_size=512, tp=2), machine("l40s")
     assert all(got.cfg.tp == 1 or got.cfg.metp for got in search(cfg, ada, 2, fast_arena))
     assert estimate_or_none(cfg, ada, 2, fast_arena) is None
     assert estimate_or_none(replace(cfg, tensor_parallel="metp"), ada, 2, fast_arena)
@@ -210,14 +210,14 @@ def test_no_search_and_no_remedy_has_what_is_refused():
     ids=str)
 def test_widths_that_fp8_products_cannot_take(keys, message):
     with pytest.raises(ConfigError, match=f"^{message} % 16 != 0 .*; try --matmul=bf16$"):
-        Config(**dict(n_embd=64, n_head=4, matmul="fp8") | keys)
+        Layout(**dict(n_embd=64, n_head=4, matmul="fp8") | keys)
 
 
 def test_every_unit_has_rows_that_fp8_products_can_take():
     with pytest.raises(ConfigError, match=r"block_size=1032 % \(16\*cp\*tp\)=16 .* try block_size=1024"):
-        Config(matmul="fp8", block_size=1032)
+        Layout(matmul="fp8", block_size=1032)
     for keys in (dict(block_size=1040, subsequences=2), dict(block_size=98304, cp=8, tp=4, subsequences=15)):
-        cfg = Config(matmul="fp8", **keys)  # their lengths are no multiples of 128 for each rank
+        cfg = Layout(matmul="fp8", **keys)  # their lengths are no multiples of 128 for each rank
         ranks = cfg.cp * cfg.tp
         assert not any(n // ranks % 16 for n in subsequence_lengths(cfg))
         assert any(n // ranks % 16 for n in subsequence_lengths(replace(cfg, matmul="bf16")))
@@ -266,7 +266,7 @@ FAMILIES = dict(bias=True), LLAMA | dict(n_inner=96, head_dim=16)
 
 @pytest.mark.parametrize("keys", FAMILIES, ids=["gpt", "llama"])
 def test_gradients_against_an_fp8_reference(keys):
-    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, block_size=64, matmul="fp8", **keys)
+    cfg = Layout(n_layer=2, n_head=4, n_embd=64, vocab_size=128, block_size=64, matmul="fp8", **keys)
     model = GPT(cfg, CPU, torch.float32)
     Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
     reference = fp8_reference(cfg).load(perturbed_weights(cfg, CPU))
@@ -285,7 +285,7 @@ def test_gradients_against_an_fp8_reference(keys):
 def test_inputs_that_only_products_read_are_kept_in_fp8():
     N, C, F = 512, 64, 256
     def kept(matmul, **keys):
-        cfg = Config(n_embd=C, n_head=4, n_inner=F, block_size=N, matmul=matmul, tp=2, **keys)
+        cfg = Layout(n_embd=C, n_head=4, n_inner=F, block_size=N, matmul=matmul, tp=2, **keys)
         return {name: t.nbytes * 2 for name, t in tensors_of(cfg, 2).items()}  # of both ranks
     for keys, halved in ((dict(), dict(ln1_out=C, ln2_out=C, gelu_out=F)),
                          (dict(mlp="swiglu"), dict(ln1_out=C, ln2_out=C))):
@@ -303,7 +303,7 @@ LAYOUTS = [("tp2", "ring", {}), ("cp2 pp2", "ring", TWO), ("tp2", "metp", FAMILI
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,keys", LAYOUTS, ids=str)
 def test_layouts_agree(text, kind, keys):
-    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, matmul="fp8",
+    cfg = Layout(n_layer=2, n_head=4, n_embd=64, vocab_size=128, matmul="fp8",
                  **dict(block_size=1024, batch_size=1, activation="memo") | keys)
     loss, norm, expected = step_alone(replace(cfg, subsequences=1))
     modes = [replace(cfg, **layout_keys(text, kind), activation=mode) for mode in ("memo", "recompute")]

@@ -26,13 +26,12 @@ from safetensors.torch import load_file
 
 import train
 from memo import checkpoint, command, convert, evaluate, out_dir, sample
-from memo.config import Config
 from memo.ending import complete
 from memo.errors import ConfigError, TrainingError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.launch import Launch, open_store, rank_errors
-from memo.layout import stage_of
+from memo.layout import Layout
 from memo.planner.allocator import Arena
 from memo.planner.rehearsal import Rehearsal
 from testing.ranks import (
@@ -155,7 +154,7 @@ def test_stages_change_no_bit(dataset, tmp_path, dtype):
 
 def embedding_after_steps(host, keys):
     """(the embedding's matrix of a rank that has it, bytes sent to the other stage that has it)."""
-    cfg = stage_of(Config(**keys), host.rank, host.size)
+    cfg = Layout(**keys).of_rank(host.rank, host.size)
     mesh = mesh_of(host, cfg)
     mesh.take_sent_bytes()
     model, optimizer = build(cfg, mesh)

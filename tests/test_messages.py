@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.layer import layer_of, n_rows
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
@@ -73,7 +73,7 @@ def real_programs(text, kind, groups="auto", family=(), lost=None, micros=1):
     """{rank: its Program} of a layout such as "tp2 cp2"; `kind`: ring, ulysses, metp."""
     tp, cp, dp = (degrees_of(text)[name] for name in ("tp", "cp", "dp"))
     how = dict(tensor_parallel="metp", head_groups=groups) if kind == "metp" else dict(context_parallel=kind)
-    cfg = Config(**KEYS | dict(family) | how, tp=tp, cp=cp, gradient_accumulation_steps=micros * dp)
+    cfg = Layout(**KEYS | dict(family) | how, tp=tp, cp=cp, gradient_accumulation_steps=micros * dp)
     return {rank: program_of(cfg, rank, dp, lost) for rank in range(tp * cp * dp)}
 
 

@@ -6,8 +6,8 @@ from itertools import chain
 import pytest
 import torch
 
-from memo.config import Config
 from memo.layer import head_groups, tensors_of
+from memo.layout import Layout
 from memo.matmul import RUN
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, Mesh
@@ -25,7 +25,7 @@ SHAPE = dict(n_layer=1, n_head=8, n_embd=64, vocab_size=128, block_size=1024, ba
 
 def torchs_layer():
     """torch's own layer with the weights of SHAPE's."""
-    w = {name.removeprefix("h.0."): t for name, t in perturbed_weights(Config(**SHAPE), CPU)}
+    w = {name.removeprefix("h.0."): t for name, t in perturbed_weights(Layout(**SHAPE), CPU)}
     layer = torch.nn.TransformerEncoderLayer(64, 8, 256, 0.0, "gelu", norm_first=True, batch_first=True)
     with torch.no_grad():
         for kind, ours in (("weight", "w"), ("bias", "b")):
@@ -66,7 +66,7 @@ def test_its_halves_are_those_of_torchs_own_layer(p):
     y = layer(x, mask, is_causal=True)
     y.backward(dy)
     theirs = dict(mid=mid.detach(), y=y.detach(), dx=x.grad)
-    cfg = Config(**SHAPE, tensor_parallel="metp", tp=p, head_groups=8)
+    cfg = Layout(**SHAPE, tensor_parallel="metp", tp=p, head_groups=8)
     args = cfg, x.detach(), dy
     for made, mine in pool(p).run(halves, *args) if p > 1 else [halves(None, *args)]:
         for name, ours in made.items():
@@ -134,7 +134,7 @@ def test_groups_hold_the_keys_that_their_queries_read(H, Hkv, groups):
 
 def test_the_groups_are_two_a_rank_or_as_many_as_it_takes():
     def groups(S, **keys):
-        return head_groups(Config(**dict(n_head=32, n_embd=4096, vocab_size=128, tensor_parallel="metp",
+        return head_groups(Layout(**dict(n_head=32, n_embd=4096, vocab_size=128, tensor_parallel="metp",
                                          block_size=S) | keys))
     assert groups(4096) == 2 and groups(4096, tp=4) == 8
     assert groups(2**20, tp=8) == 32  # one head each: 2^17 rows of 128 elements
@@ -146,7 +146,7 @@ def test_the_groups_are_two_a_rank_or_as_many_as_it_takes():
 def test_a_layer_keeps_three_units():
 
     for family in ({}, LLAMA | dict(head_dim=8)):
-        cfg = Config(n_layer=1, n_head=8, n_embd=64, vocab_size=128, tp=2, tensor_parallel="metp", **family)
+        cfg = Layout(n_layer=1, n_head=8, n_embd=64, vocab_size=128, tp=2, tensor_parallel="metp", **family)
         tensors = tensors_of(cfg, 4)
         unit = 4096 // 2 * 64 * 4
         assert {n: t.nbytes for n, t in tensors.items()} == dict(
@@ -167,7 +167,7 @@ def most_at_once(arena, nbytes):
 
 @pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_more_matrices_are_there_than_travel(p):
-    cfg = Config(n_layer=1, n_head=8, n_embd=64, n_inner=320, vocab_size=128, block_size=768 * p, tp=p,
+    cfg = Layout(n_layer=1, n_head=8, n_embd=64, n_inner=320, vocab_size=128, block_size=768 * p, tp=p,
                  tensor_parallel="metp", head_groups=8)
     mesh = Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=Axis("cp", p))
     model, arena = GPT(cfg, "meta", torch.bfloat16, mesh=mesh), FakeArena()

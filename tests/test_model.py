@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from memo.config import Config
 from memo.edges import Edges
 from memo.layer import CHUNK_ROWS, HEAD_ROWS, SPLIT_ROWS, layer_of
+from memo.layout import Layout
 from memo.ops import rotary, rotations
 from memo.optim import Optimizer
 from memo.parallel.rows import cut
@@ -55,7 +55,7 @@ CASES = [(*which, *size) for which in itertools.product(("learned", "rope"), (Tr
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
     gelu = "tanh" if bias else "exact"
-    cfg = Config(n_layer=2, n_head=2, n_embd=2 * D, vocab_size=211, block_size=129,
+    cfg = Layout(n_layer=2, n_head=2, n_embd=2 * D, vocab_size=211, block_size=129,
                  position=position, bias=bias, gelu=gelu)
     compare(cfg, B, 129, device, dtype, limit)
 
@@ -69,13 +69,13 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
     dict(mlp="swiglu", n_kv_head=2, position="learned")], ids=str)
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
 def test_gradients_of_other_families_match_autograd(keys, dtype, limit, device):
-    cfg = Config(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129, **keys)
+    cfg = Layout(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129, **keys)
     compare(cfg, 2, 129, device, dtype, limit)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_groups_that_share_keys_give_the_gradients_of_one_group(heads, monkeypatch):
-    cfg = Config(n_layer=1, n_head=8, n_embd=64, vocab_size=64, block_size=64, n_kv_head=2)
+    cfg = Layout(n_layer=1, n_head=8, n_embd=64, vocab_size=64, block_size=64, n_kv_head=2)
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", heads * 64 * 8)  # with 3: two, an equal part of four
     compare(cfg, 1, 64, "cpu", torch.float32, 1e-5)
 
@@ -83,12 +83,12 @@ def test_groups_that_share_keys_give_the_gradients_of_one_group(heads, monkeypat
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_over_several_head_chunks(device, monkeypatch):
     monkeypatch.setattr("memo.layer.HEAD_ROWS", 50)
-    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
+    cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
     compare(cfg, 2, 77, device, torch.float32, 1e-5)
 
 
 def test_accumulated_micro_batches_equal_one_large_batch():
-    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64, position="learned")
+    cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64, position="learned")
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     tokens, targets = random_batch(cfg, 4, 64, "cpu")
@@ -103,7 +103,7 @@ def test_accumulated_micro_batches_equal_one_large_batch():
 
 
 def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
-    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64)
+    cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     batch = random_batch(cfg, 1, 64, "cpu")
@@ -117,7 +117,7 @@ def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
 @pytest.mark.parametrize("keys", [dict(position="learned", bias=True), dict(bias=True), LLAMA,
                                   LLAMA | dict(qk_norm=True), dict(matmul="fp8")], ids=str)
 def test_recompute_gives_the_same_bits(keys):
-    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)
+    cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))
@@ -136,7 +136,7 @@ def test_recompute_gives_the_same_bits(keys):
 @pytest.mark.parametrize("most", [2**16, 300])
 def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
     monkeypatch.setattr("memo.parallel.rows.CHUNK_ROWS", most)
-    cfg = Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
+    cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 1, 1700, "cpu"))
@@ -190,7 +190,7 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
 
 @pytest.mark.slow
 def test_full_logits_never_exist():
-    cfg = Config(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=2 * HEAD_ROWS)
+    cfg = Layout(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=2 * HEAD_ROWS)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(initial_weights(cfg, 0, "cpu"))
     tokens, targets = random_batch(cfg, 1, cfg.block_size, "cpu")
@@ -212,7 +212,7 @@ def test_full_logits_never_exist():
 
 
 def test_adamw_decays_matrices_only_and_clips_the_global_norm():
-    cfg = Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, block_size=64, bias=True, position="learned",
+    cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=128, block_size=64, bias=True, position="learned",
                  weight_decay=0.5)
     model = GPT(cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
@@ -258,7 +258,7 @@ def gpu_step(cfg):
 
 def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
     monkeypatch.setattr(Edges, "head", lambda *args: None)
-    names, _ = gpu_step(Config(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512,
+    names, _ = gpu_step(Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=128, block_size=512,
                                attention="flash"))
     assert "aten::addmm.dtype_out" not in names and any("flash_attention_backward" in name for name in names)
 
@@ -267,7 +267,7 @@ def test_a_trace_takes_no_kernel_that_torch_2_11_lacks_on_meta(monkeypatch):
 def test_no_second_copy_in_fp32_of_a_chunk_of_rows(kernels, monkeypatch):
     """At 128K tokens: rotary positions and the embedding's gradient used to hold two, 2.18 GB."""
     monkeypatch.setattr(Edges, "head", lambda *args: None)
-    cfg = Config(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash",
+    cfg = Layout(n_layer=1, n_head=32, n_embd=4096, vocab_size=50257, block_size=2**17, attention="flash",
                  ops=kernels)
     _, nbytes = gpu_step(cfg)
     assert nbytes <= 1.05 * 2**16 * 4096 * 4

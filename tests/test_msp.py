@@ -14,7 +14,6 @@ import torch
 import train
 from memo.bubbles import StageFacts, micro_batch_s
 from memo.choose import with_stages
-from memo.config import Config
 from memo.decide import Rates, Room
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, report, search
@@ -24,7 +23,7 @@ from memo.estimate.step_seconds import Ends, Lanes
 from memo.flat import layer_numel
 from memo.launch import Launch
 from memo.layer import tensors_of
-from memo.layout import check_streams, stage_of
+from memo.layout import Layout, check_streams
 from memo.load_config import load_config
 from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
 from memo.parallel.axis import Axis
@@ -103,9 +102,8 @@ def random_shares(rng, layers, cuts):
 
 
 def with_random_shares(cfg, seed):
-    layers = [len(replace(cfg, stage=k).layers) for k in range(cfg.pp)]
     cuts = [n // cfg.tp for n in subsequence_lengths(cfg)]
-    return replace(cfg, shares=random_shares(random.Random(seed), layers, cuts))
+    return replace(cfg, shares=random_shares(random.Random(seed), cfg.depths, cuts))
 
 
 def random_stages(rng):
@@ -211,7 +209,7 @@ def facts_of(cfg, unit_s, message_s):
 
 
 def test_no_step_is_slower_with_help_and_slow_messages_get_none():
-    cfg = Config(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
+    cfg = Layout(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
                  subsequence_cut="equal", unit_order="subsequence", activation="keep", msp=True)
     helped = []
     for message_s in (0.0, 0.02, 0.1, 1.0):
@@ -227,7 +225,7 @@ def test_no_step_is_slower_with_help_and_slow_messages_get_none():
 
 
 def test_nobody_helps_where_the_device_has_no_room_for_it():
-    cfg = Config(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
+    cfg = Layout(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
                  subsequence_cut="equal", unit_order="subsequence", activation="keep", msp=True)
     for known in (True, False):
         stages = [one if known else replace(one, rates=None) for one in facts_of(cfg, [0.1] * 8, 0.0)]
@@ -240,7 +238,7 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
 
 def test_who_helps_depends_on_no_timing():
     """But on what is known of the machine's type, evenly where that is nothing."""
-    cfg = Config(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
+    cfg = Layout(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
                  subsequence_cut="equal", unit_order="subsequence", alpha=0.5, msp=True)
     typical = facts_of(cfg, [0.1 + 0.02 * i for i in range(8)], 0.02)
     unknown = [replace(one, rates=None) for one in typical]
@@ -256,7 +254,7 @@ def test_who_helps_depends_on_no_timing():
 
 
 def test_the_memory_is_what_its_lines_say():
-    cfg = Config(**KEYS, batch_size=2, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
+    cfg = Layout(**KEYS, batch_size=2, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
     cfg = replace(cfg, shares=even_shares(cfg))
     model = GPT(cfg, CPU, torch.float32)
     model.reserve(2, cfg.block_size)
@@ -272,7 +270,7 @@ def test_the_memory_is_what_its_lines_say():
 @pytest.mark.parametrize("family,tp", [("gpt", 1), ("llama", 2)])
 def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
     for p, N in ((2, 3), (3, 3), (4, 6)):
-        cfg = Config(**KEYS | FAMILIES[family], pp=p, tp=tp, subsequences=N, msp=True)
+        cfg = Layout(**KEYS | FAMILIES[family], pp=p, tp=tp, subsequences=N, msp=True)
         cfg, schedules, sent = with_random_shares(cfg, seed=N), [], {}
         for stage in range(p):
             model = GPT(replace(cfg, stage=stage), CPU, torch.float32, mesh=Mesh(weights=Axis("tp", tp)))
@@ -311,7 +309,7 @@ def family_keys(family, layers):
 @cache
 def alone(family, layers):
     """(loss, gradient norm, {name: gradient}) of one process, which does not cut the sequence."""
-    return step_alone(Config(**family_keys(family, layers)))
+    return step_alone(Layout(**family_keys(family, layers)))
 
 
 def delayed(host, *args):
@@ -335,7 +333,7 @@ def delayed(host, *args):
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
 def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, mode):
     layers = 8 if layout == "pp4" else 5  # two a stage: units of one helper follow each other
-    cfg = Config(**family_keys(family, layers) | layout_keys(layout, "ring"), msp=True, activation=mode,
+    cfg = Layout(**family_keys(family, layers) | layout_keys(layout, "ring"), msp=True, activation=mode,
                  subsequences=N, subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
     cfg = with_random_shares(cfg, seed=3) if N == 8 else replace(cfg, shares=even_shares(cfg))
     assert {piece.helper for piece in cfg.shares} == set(range(cfg.pp))
@@ -346,7 +344,7 @@ def test_stages_that_help_give_the_gradients_of_one_process(layout, family, N, m
 def trained(host, cfgs):
     """Of each config the losses of three steps; of the second one with evaluations between."""
     mesh, found = mesh_of(host, cfgs[0]), []
-    for n, cfg in enumerate(stage_of(cfg, host.rank, host.size) for cfg in cfgs):
+    for n, cfg in enumerate(cfg.of_rank(host.rank, host.size) for cfg in cfgs):
         (model, optimizer), losses = build(cfg, mesh), []
         for _ in range(3):
             if n == 1:
@@ -365,11 +363,11 @@ def trained(host, cfgs):
 @pytest.mark.ranks
 def test_no_mode_no_optimizer_on_the_host_and_no_evaluation_changes_a_bit():
     """Units of 512 own rows, of homes and of guests, half of which can be recomputed alone."""
-    cfg = Config(**KEYS | FAMILIES["llama"] | dict(n_layer=3, block_size=2048), pp=2, subsequences=2,
+    cfg = Layout(**KEYS | FAMILIES["llama"] | dict(n_layer=3, block_size=2048), pp=2, subsequences=2,
                  subsequence_cut="equal", gradient_accumulation_steps=2, msp=True,
                  shares=equal_shares([2, 1], [1024] * 2, multiple=128))
     assert [piece.rows for piece in cfg.shares] == [512] * 2
-    assert [len(replace(cfg, stage=k).layers) for k in range(2)] == [2, 1]
+    assert cfg.depths == (2, 1)
     ways = [dict(activation="keep"), dict(activation="swap"), dict(activation="recompute"),
             dict(alpha=0.5, optimizer_device="cpu")]
     found, *others = pool(4).run(trained, [replace(cfg, **way) for way in ways])
@@ -389,13 +387,13 @@ def test_so_they_do_with_batches_and_where_ranks_share_a_sequence(layout, family
     keys = KEYS | FAMILIES[family] | dict(gradient_accumulation_steps=2, batch_size=B, block_size=1024)
     if layout == "pp2 cp2":  # as many layers as stages and one
         keys |= dict(n_layer=3)
-    cfg = Config(**keys | layout_keys(layout, kind), msp=True, activation=mode, subsequences=4,
+    cfg = Layout(**keys | layout_keys(layout, kind), msp=True, activation=mode, subsequences=4,
                  subsequence_cut="flops", alpha=0.5 if mode == "memo" else "auto")
     cfg = replace(cfg, shares=even_shares(cfg))
     slices = slice_lengths(cfg)  # each dealt to the ranks by itself
     assert max(map(len, slices)) == cfg.pp and sum(map(sum, slices)) == cfg.block_size
     [found] = on_ranks(layout, [cfg], True, work=delayed)
-    agree(found, step_alone(Config(**keys, subsequences=1)), mode)
+    agree(found, step_alone(Layout(**keys, subsequences=1)), mode)
     assert found[3] == 0  # the memory plan has all that is requested
 
 
@@ -418,7 +416,7 @@ def test_the_stages_of_a_run_agree(dataset, tmp_path, swaps):
         keys |= dict(n_layer=3, subsequences=2, activation="swap")
     first, last = pool(2).run(placements, argv(dataset, tmp_path, **keys))
     assert first.lent == last.guests and first.guests == last.lent
-    cfg = Config(**dict(n_layer=2, vocab_size=64, unit_order="subsequence") | keys)
+    cfg = Layout(**dict(n_layer=2, vocab_size=64, unit_order="subsequence") | keys)
     # nothing that is measured counts
     assert sorted(first.lent + last.lent) == sorted(even_shares(cfg))
 
@@ -430,12 +428,12 @@ def test_the_stages_of_a_run_agree(dataset, tmp_path, swaps):
     (dict(pp=4, subsequences=2), "at least pp=4 subsequences, not 2 .*; try --subsequences=4")])
 def test_bad_input(keys, message):
     with pytest.raises(ConfigError, match=message) as e:
-        with_stages(Config(**keys, msp=True), world=2)
+        with_stages(Layout(**keys, msp=True), world=2)
     assert "\n" not in str(e.value)
 
 
 def test_each_communicator_has_a_stream():
-    cfg = Config(n_layer=16, msp=True, pp=14, subsequences=16)  # 26 with all others, 4 with neighbours, world
+    cfg = Layout(n_layer=16, msp=True, pp=14, subsequences=16)  # 26 with all others, 4 with neighbours, world
     check_streams(cfg, 14)
     with pytest.raises(ConfigError, match="pp=15 .* needs 33 communicators .* for 31 .*; try pp=14 or less"):
         check_streams(replace(cfg, pp=15), 15)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memo import fp8, ops, te
-from memo.config import Config
 from memo.errors import ConfigError
+from memo.layout import Layout
 from memo.matmul import matmul_of
 from memo.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
 from memo.optim import Optimizer
@@ -270,7 +270,7 @@ def test_gradients_of_weights_are_added_where_they_lie(strided, version, monkeyp
     (dict(matmul="bf16"), 0), (LLAMA | dict(matmul="fp8", n_embd=64, n_inner=128, head_dim=16), 7)],
     ids=["GPT", "Llama in FP8"])
 def test_a_layers_gradients_with_te_are_those_with_torch(keys, products, monkeypatch):
-    cfg = Config(n_layer=1, n_head=4, vocab_size=128, block_size=64, attention="math", position="rope",
+    cfg = Layout(n_layer=1, n_head=4, vocab_size=128, block_size=64, attention="math", position="rope",
                  **dict(n_embd=64) | keys)
     grads, called = {}, []
     monkeypatch.setattr(te, "add_fp8_product",

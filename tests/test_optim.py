@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from memo import flat
-from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.regions import states
+from memo.layout import Layout
 from memo.optim import Optimizer, square_sum
 from memo.parallel.mesh import ALONE
 from memo.views import views
@@ -44,7 +44,7 @@ def norm_of(cfg):
 
 
 def test_padding_changes_no_bit_of_the_norm(monkeypatch):
-    cfg = Config(**KEYS)
+    cfg = Layout(**KEYS)
     norm, buckets = norm_of(cfg)
     monkeypatch.setattr(flat, "ALIGNED_ELEMENTS", 7 * flat.ALIGNED_ELEMENTS)  # as of seven data ranks
     monkeypatch.setattr(flat, "known_layout", flat.known_layout.__wrapped__)
@@ -54,7 +54,7 @@ def test_padding_changes_no_bit_of_the_norm(monkeypatch):
 
 # --- the optimizer on the host ---
 
-SMALL = Config(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, position="learned", bias=True)
+SMALL = Layout(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, position="learned", bias=True)
 
 
 def trained(mesh, cfg, dtype, steps=3, folder=None):

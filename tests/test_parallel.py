@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
-from memo.config import Config
 from memo.edges import Edges
 from memo.layer import layer_of, n_rows
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, Mesh
@@ -62,7 +62,7 @@ def micros(family, text):
 @cache
 def alone(family, micros):
     """(loss, norm, gradients) of one process."""
-    cfg = Config(**KEYS | FAMILIES[family], gradient_accumulation_steps=micros, activation="keep")
+    cfg = Layout(**KEYS | FAMILIES[family], gradient_accumulation_steps=micros, activation="keep")
     model, optimizer = build(cfg, ALONE)
     loss = step(model, optimizer, cfg)
     return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
@@ -90,7 +90,7 @@ def test_chunk_by_chunk_and_group_by_group_it_gives_them_too(text, kind, family)
 def agree(text, kind, family, modes, work):
     summed = micros(family, text)
     keys = KEYS | FAMILIES[family] | layout_keys(text, kind) | dict(gradient_accumulation_steps=summed)
-    first, *others = on_ranks(text, [Config(**keys, **mode) for mode in modes], True, work=work)
+    first, *others = on_ranks(text, [Layout(**keys, **mode) for mode in modes], True, work=work)
     loss, norm, reference = alone(family, summed)
     assert abs(first[0] - loss) <= 1e-5 * loss
     assert abs(first[1] - norm) <= 1e-4 * norm  # torch sums squares on the CPU in fp32, one after the other
@@ -111,8 +111,8 @@ def test_odd_numbers_of_ranks_several_sequences_and_bf16(text, dtype, limit):
     size = degrees_of(text)
     keys = dict(n_layer=3, n_head=6, n_embd=48, vocab_size=300, batch_size=2, block_size=216,
                 bias=True, alpha=0.5, gradient_accumulation_steps=3)
-    [(loss, norm, reference, _)] = gradients(Axis("host"), [Config(**keys)], False, dtype)
-    [(mine_loss, mine_norm, mine, _)] = on_ranks(text, [Config(**keys, tp=size["tp"], cp=size["cp"])],
+    [(loss, norm, reference, _)] = gradients(Axis("host"), [Layout(**keys)], False, dtype)
+    [(mine_loss, mine_norm, mine, _)] = on_ranks(text, [Layout(**keys, tp=size["tp"], cp=size["cp"])],
                                                  False, dtype)
     assert abs(mine_loss - loss) <= limit * loss and abs(mine_norm - norm) <= max(limit, 1e-4) * norm
     worst = max((relative_error(mine, assembled([reference]), name), name) for name in mine)
@@ -129,7 +129,7 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
         make_small(monkeypatch)
     if (KEYS["n_head"] // shared) % tp:
         pytest.skip("the heads of keys and values are shared out")
-    cfg = Config(**KEYS | dict(batch_size=2, n_kv_head=KEYS["n_head"] // shared), tp=tp, cp=cp,
+    cfg = Layout(**KEYS | dict(batch_size=2, n_kv_head=KEYS["n_head"] // shared), tp=tp, cp=cp,
                  context_parallel=kind)
     mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
@@ -161,7 +161,7 @@ def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, matmul, tp,
     """Every rank: of the MLP's matrices all but a tp-th part, in the backward with gradients; of attention's
     too; keys and values of a rank's own tokens."""
     H, C, D, F = 16, 128, 16, 256
-    cfg = Config(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
+    cfg = Layout(n_layer=1, n_head=H, n_embd=C, n_inner=F, vocab_size=128, block_size=S, mlp=family, tp=tp,
                  cp=cp, n_kv_head=H // shared, head_dim=D, tensor_parallel="metp", head_groups=groups * tp,
                  matmul=matmul)
     e = 2 if matmul == "bf16" else 1  # bytes of a matrix's element; of each matrix in FP8 a scale, too
@@ -206,7 +206,7 @@ def both_traces(host, cfg):
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["ring", "ulysses", "metp"])
 def test_a_rank_can_be_traced_without_the_others(kind):
-    cfg = Config(**KEYS | FAMILIES["rope"] | layout_keys("tp2 cp2", kind), alpha=0.5)
+    cfg = Layout(**KEYS | FAMILIES["rope"] | layout_keys("tp2 cp2", kind), alpha=0.5)
     for (recorded, sent), (traced, would_send) in pool(4).run(both_traces, cfg):
         assert sent == would_send and list(recorded) == list(traced)
         for label, sizes in traced.items():
@@ -218,7 +218,7 @@ def test_a_rank_can_be_traced_without_the_others(kind):
 
 @pytest.mark.slow
 def test_no_rank_ever_has_full_logits():
-    cfg = Config(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
+    cfg = Layout(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
     model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(weights=Axis("tp", 4, 1)))
     arena = FakeArena()
     model.arena = arena
@@ -238,8 +238,8 @@ def test_no_rank_ever_has_full_logits():
 def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     """At a million tokens and more: all of a step's temporary tensors in units of one (n, C)."""
     monkeypatch.setattr(Edges, "head", lambda *args: None)  # its chunks take long to trace, little memory
-    cfg = load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}",
-                       f"--context_parallel={kind}", "--n_layer=3"])
+    cfg = Layout.of(load_config(["config/7b_1m.py", f"--block_size={S}", f"--tp={tp}", f"--cp={cp}",
+                                 f"--context_parallel={kind}", "--n_layer=3"]))
     mesh = Mesh(weights=Axis("tp", tp), tokens=Axis("cp", cp))
     N = n_rows(cfg)
     missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
@@ -249,7 +249,7 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
 
 def memory_of(S, **keys):
     """Bytes of a rank's activations in a layout, without ranks."""
-    cfg = Config(**KEYS | keys | dict(block_size=S))
+    cfg = Layout(**KEYS | keys | dict(block_size=S))
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(1, S // cfg.cp, streams=open_streams(CPU))

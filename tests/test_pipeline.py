@@ -9,12 +9,11 @@ from itertools import product
 import pytest
 import torch
 
-from memo.config import Config
+from memo.layout import Layout, layers_of_stages
 from memo.schedule.program import Fates
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.waits import schedule
-from memo.stages import layers_of_stages, stage_layers
 from tests.helpers import (
     LLAMA,
     changed_places,
@@ -140,8 +139,8 @@ def test_stages_have_equal_flops(p, head):
 
 
 def test_a_stage_has_the_layers_behind_those_of_the_stage_before():
-    cfg = Config(n_layer=7, pp=3, vocab_size=100)
-    found = [stage_layers(cfg, stage) for stage in range(3)]
+    cfg = Layout(n_layer=7, pp=3, vocab_size=100)
+    found = [one.layers for one in cfg.every_stage]
     assert [layer for layers in found for layer in layers] == list(range(7))
 
 
@@ -157,7 +156,7 @@ MODES = {"keep": {}, "recompute": {}, "swap": {}, "memo": dict(alpha=0.5)}
 def config(layout, family, N, cut="equal", mode="keep", **more):
     kind = "metp" if "metp" in layout else "ring"
     keys = KEYS | FAMILIES[family] | layout_keys(layout.replace("me", ""), kind) | MODES[mode] | more
-    return Config(**keys, activation=mode, subsequences=N, subsequence_cut=cut)
+    return Layout(**keys, activation=mode, subsequences=N, subsequence_cut=cut)
 
 
 @cache

@@ -18,6 +18,7 @@ from memo.estimate import __main__ as estimate_main
 from memo.estimate import budget, hardware, pipeline_seconds, regions, report, search
 from memo.estimate.arena import fast_arena, head_bytes, traced_arena
 from memo.launch import Launch
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
@@ -111,7 +112,7 @@ def test_a_stage_has_the_arena_of_its_own_ends(monkeypatch, tmp_path):
     cfg = load_config(["config/7b_1m.py", "--tp=8", "--cp=1", "--pp=4", "--unit_order=subsequence",
                        "--subsequences=4", "--subsequence_cut=equal", "--block_size=262144"])
     labels, arenas = {}, []
-    for one in (replace(cfg, stage=stage) for stage in range(4)):
+    for one in Layout.of(cfg).every_stage:
         def trace(keys, one=one):
             found = trace_step(replace(one, attention=keys["attention"]), keys["device"])
             kinds = {label.split("/")[1].rpartition(" ")[0] for label in found.segments}
@@ -131,12 +132,12 @@ def test_a_stage_has_the_arena_of_its_own_ends(monkeypatch, tmp_path):
 
 def fed(pp, N, layers=2, **keys):
     """The parts of a step of equal stages whose units all take as long, with free messages."""
-    cfg = Config(**SHAPE | dict(n_layer=pp * layers, pp=pp, subsequences=N, unit_order="subsequence",
+    cfg = Layout(**SHAPE | dict(n_layer=pp * layers, pp=pp, subsequences=N, unit_order="subsequence",
                                 vocab_size=1, n_embd=512, batch_size=4) | keys)
     unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0)
     layer = SimpleNamespace(units=[unit] * N, speeds=H100.speeds, attention_kernels_s=N * 1.0, messages_s=0.0)
     stages = []
-    for one in (replace(cfg, stage=k) for k in range(pp)):
+    for one in cfg.every_stage:
         assert len(one.layers) == layers
         p = Placement(layers, layers * N, 4096, cuts=(4096 // N,) * N, order="subsequence",
                       stream="whole" if one.has_head else "passed", receives=not one.has_embedding,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memo import memory
-from memo.config import Config
+from memo.config import Config, as_keys
 from memo.decide import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate import hardware
@@ -21,7 +21,7 @@ from memo.estimate.regions import states
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import groups_of, layer_of, tensors_of
-from memo.layout import stage_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.swap import slab
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
@@ -33,7 +33,7 @@ from testing.ranks import pool
 from tests.helpers import gpt_layer, mesh_of
 
 CPU = torch.device("cpu")
-CFG = Config(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
+CFG = Layout(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
 PLENTY = 10**12  # bytes of host memory
 RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
 
@@ -239,7 +239,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
 def reserved(host, keys, limits):
     """(when this rank was ready to copy, when its first copy began) as its rates were measured; None where
     they were not."""
-    cfg, moments = stage_of(Config(**keys), host.rank, host.size), []
+    cfg, moments = Layout(**keys).of_rank(host.rank, host.size), []
 
     def slab_of(*args):
         time.sleep(0.3 * host.rank)  # ranks are not ready at the same time
@@ -266,7 +266,7 @@ def test_all_stages_measure_their_copies_at_once():
     ready, began = zip(*found, strict=True)
     assert max(ready) <= min(began)
     # the layers of the last stage do not fit a CPU, those of the first one do: it need not measure
-    layer = whole(Config(**keys))
+    layer = whole(Layout(**keys))
     first, last = pool(2).run(reserved, keys, (PLENTY, 3 * layer))
     assert first is None and last is not None
 
@@ -330,7 +330,7 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
     here = replace(hardware.NODES["workstation"], gpus_per_node=local_world, host_memory_bytes=10**9)
     machine, limits, held = hardware.Machine("CPU", here, None, None, None), [], []
     for rank in range(6):
-        one = stage_of(cfg, rank, 6)
+        one = cfg.of_rank(rank, 6)
         numel, data, _ = states(one, machine, 6, 4)
         held.append(numel // data)
         limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world), 4))
@@ -344,10 +344,10 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
     assert host_capacity(cfg, machine, 6) == pytest.approx(9e8 - copies, rel=1e-4)
     # what a node of GPUs grants by hand is granted to whatever stages a search tries
     one, gpus = granting(replace(cfg, pp=1), replace(hardware.machine("h100-80gb"), node=here), 6, 10**8)
-    assert host_capacity(replace(one, pp=3), gpus, 6) == 10**8
-    undecided = replace(cfg, pp="auto", gradient_accumulation_steps=6)
+    assert host_capacity(Layout.of(one, pp=3), gpus, 6) == 10**8
+    undecided = Config(**as_keys(cfg) | dict(pp="auto", gradient_accumulation_steps=6))
     one, cpus = granting(undecided, replace(machine, node=replace(here, gpus_per_node=2)), 6, 10**8)
-    assert {host_capacity(replace(one, pp=pp), cpus, 6) for pp in (1, 2)} == {10**8}
+    assert {host_capacity(Layout.of(one, pp=pp), cpus, 6) for pp in (1, 2)} == {10**8}
 
 
 def test_bitwise_runs_on_a_gpu_need_alpha_by_hand():

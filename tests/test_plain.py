@@ -4,8 +4,8 @@ of its waits, other bits."""
 import pytest
 import torch
 
-from memo.config import Config
 from memo.decide import Room, problem_of
+from memo.layout import Layout
 from memo.plain import kept_rows, take_memory, training_step
 from memo.schedule.streams import CpuStream, Streams, Timeline, close_streams, open_streams
 from memo.swap.placement import rows
@@ -100,7 +100,7 @@ def plain(model, memory, streams, *batches):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_copies_and_waits_are_the_executors(family, L, one_thread):
     for alpha in ALPHAS:
-        cfg = Config(n_layer=L, n_embd=32, vocab_size=64, block_size=256, batch_size=2, activation="memo",
+        cfg = Layout(n_layer=L, n_embd=32, vocab_size=64, block_size=256, batch_size=2, activation="memo",
                      alpha=alpha, subsequences=1, subsequence_cut="equal", **FAMILIES[family])
         model, batch = built(cfg), random_batch(cfg, 2, 256, CPU)
         model.reserve(2, 256)
@@ -141,7 +141,7 @@ class PlainRacing:
     """Two steps in a row of plain.py, with other batches, over streams that take turns."""
 
     def __init__(self):
-        cfg = Config(**SHAPE)
+        cfg = Layout(**SHAPE)
         self.model, self.streams = built(cfg), streams_by_turns()
         self.memory = take_memory(cfg, cfg.alpha, torch.float32, CPU)
         self.batches = [random_batch(cfg, 1, cfg.block_size, CPU, seed) for seed in range(2)]

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.estimate import calibrate
 from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
 from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
+from memo.layout import Layout
 from memo.schedule.streams import open_streams
 from memo.swap.placing import place_rows
 from model import GPT
@@ -84,7 +84,7 @@ def sent(program):
 def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
     """Of the last rank; attention takes one group of heads after the other."""
     monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2**16)
-    cfg = Config(**KEYS | keys)
+    cfg = Layout(**KEYS | keys)
     mesh, program = noted_mesh(cfg.tp * cfg.cp - 1, cfg.tp, cfg.cp, metp=cfg.metp)
     where = ("cpu", torch.float32) if cfg.device == "cpu" else ("meta", torch.bfloat16)
     model, (B, T) = GPT(cfg, *where, mesh=mesh), (cfg.batch_size, cfg.block_size // cfg.cp)

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.config import Config
 from memo.huggingface import FAMILIES, family_of, model_keys, weights_of
+from memo.layout import Layout
 from memo.rope import parse_scaling, scaled
 from memo.verify import reference
 from memo.verify.reference import Reference, attend, loss_and_gradients, rotary_frequencies
@@ -116,7 +117,7 @@ def test_loss_and_gradients_are_those_of_transformers(name, tmp_path, monkeypatc
     for p in net.parameters():
         p.data += 0.1 * torch.randn_like(p)
     net.save_pretrained(tmp_path)
-    cfg = Config(**model_keys(tmp_path) | dict(block_size=64))
+    cfg = Layout(**model_keys(tmp_path) | dict(block_size=64))
     tokens = torch.randint(300, (2, 65))
     loss, gradients = loss_and_gradients(cfg, HfWeights(tmp_path, cfg), tokens[:, :-1], tokens[:, 1:])
     net.double()

@@ -11,7 +11,6 @@ import pytest
 from matplotlib.image import imread
 
 import train
-from memo.config import Config
 from memo.ending import complete
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -19,6 +18,7 @@ from memo.estimate.hardware import machine
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
 from memo.launch import Launch
+from memo.layout import Layout
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.pipeline_plot import bars_of, pipeline
 from memo.schedule.program import Fates
@@ -117,7 +117,7 @@ def test_the_picture_has_every_unit_of_every_stage(tmp_path):
 
 def test_the_dry_run_draws_its_pipeline(tmp_path, monkeypatch):
     monkeypatch.setattr("memo.estimate.report.dry_run", lambda *args: None)  # the other picture
-    cfg = Config(n_layer=7, n_head=8, n_embd=1024, block_size=2**17, vocab_size=50257, pp=3, subsequences=4,
+    cfg = Layout(n_layer=7, n_head=8, n_embd=1024, block_size=2**17, vocab_size=50257, pp=3, subsequences=4,
                  unit_order="subsequence", subsequence_cut="flops")
     gpu = machine("h100-80gb")
     got = estimate(cfg, gpu, 3, fast_arena)
@@ -136,7 +136,7 @@ def test_the_dry_run_draws_its_pipeline(tmp_path, monkeypatch):
 def test_where_units_take_equally_long_the_bubble_is_near_the_papers(p, N):
     """Where one subsequence waited for another's way through all stages it would be N times as long. On idle
     cores it is within 10%: bench/pipeline.py."""
-    cfg = Config(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=512, pp=p, subsequences=N,
+    cfg = Layout(n_layer=p, n_head=4, n_embd=64, vocab_size=150, block_size=512, pp=p, subsequences=N,
                  unit_order="subsequence", subsequence_cut="equal", activation="keep")
     for forward_s in (0.02, 0.05, 0.1, 0.2):  # a busy machine delays messages, however long the units take
         stages = pool(p).run(slept, cfg, forward_s)

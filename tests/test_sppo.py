@@ -2,7 +2,7 @@
 
 import pytest
 
-from memo.config import Config
+from memo.layout import Layout
 from memo.schedule.streams import open_streams
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 from tests.helpers import CPU, LLAMA
@@ -22,7 +22,7 @@ def on_device_of(cfg, n_buffers, streams):
 
 @pytest.mark.parametrize("cut, family", [("equal", {}), ("flops", LLAMA)], ids=["equal", "flops"])
 def test_memory_follows_the_recursion(cut, family):
-    cfg = Config(**dict(n_layer=3, n_head=4, n_embd=32, vocab_size=64, block_size=4096, subsequences=4,
+    cfg = Layout(**dict(n_layer=3, n_head=4, n_embd=32, vocab_size=64, block_size=4096, subsequences=4,
                         subsequence_cut=cut, unit_order="subsequence", activation="swap") | family)
     L, (sizes, alphas) = cfg.n_layer, sizes_of(cfg, STAYS)
     expected = recursion(sizes, alphas)

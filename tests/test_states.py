@@ -10,13 +10,13 @@ import torch
 
 import train
 from memo import sample
-from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.regions import states
 from memo.formulas import parameters
 from memo.launch import Launch
+from memo.layout import Layout
 from memo.memory import check_memory, host_limit, where_it_lives
 from memo.parallel.mesh import ALONE
 from memo.swap.alpha import HOST_SHARE, OutOfHostMemory
@@ -28,7 +28,7 @@ from tests.layouts import build, layout_keys, train_steps
 PLACES = "device", "sharded", "host"
 OF_2019 = dict(position="learned", bias=True)
 LARGE_ENDS = LLAMA | dict(vocab_size=1000, n_layer=4)  # embedding and head are larger than a layer
-SMALL = Config(n_layer=4, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
+SMALL = Layout(n_layer=4, n_head=4, n_embd=64, vocab_size=150, block_size=512, grad_clip=0.1)
 
 
 def trained(mesh, cfg, dtype, folder=None, then=None):
@@ -174,7 +174,7 @@ def test_parameters_travel_twice_and_gradients_once(family):
     (dict(optimizer_device="cpu"), "try --states=host")])
 def test_bad_input(keys, message):
     with pytest.raises(ConfigError, match=message):
-        Config(states="sharded", **keys)
+        Layout(states="sharded", **keys)
 
 
 ONE_RANK = Launch(0, 1, 0, 1)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from memo.config import Config
+from memo.layout import Layout
 from memo.parallel.mesh import ALONE
 from memo.views import views
 from tests.helpers import LLAMA, step
@@ -47,7 +47,7 @@ def config(layout, kind, family, S, N, order="layer", cut="equal", mode="keep", 
     keys = KEYS | FAMILIES[family] | layout_keys(layout, kind) | MODES[mode]
     if kind == "metp":
         keys |= dict(head_groups=8 if family == "qwen" else 4)  # several read one head of keys, but for GPT's
-    return Config(**keys | others, block_size=S, activation=mode, subsequences=N, unit_order=order,
+    return Layout(**keys | others, block_size=S, activation=mode, subsequences=N, unit_order=order,
                   subsequence_cut=cut)
 
 

@@ -9,10 +9,10 @@ import torch
 
 from memo import sample
 from memo.batch import open_dataset
-from memo.config import Config
 from memo.errors import ConfigError
 from memo.formulas import flops_per_sample, layer_forward_flops
 from memo.layer import head_groups
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.ops import rotations
 from memo.parallel.axis import Axis
@@ -29,7 +29,7 @@ LLAMA = dict(norm="rmsnorm", mlp="swiglu", n_kv_head=2)
 
 
 def made(S, N, cut="equal", **keys):
-    return Config(**dict(n_layer=2, n_head=8, n_embd=64, vocab_size=VOCAB, block_size=S, subsequences=N,
+    return Layout(**dict(n_layer=2, n_head=8, n_embd=64, vocab_size=VOCAB, block_size=S, subsequences=N,
                          subsequence_cut=cut) | keys)
 
 
@@ -96,7 +96,7 @@ def test_another_sequence_has_as_many_as_fit():
 
 
 def test_groups_of_heads_are_as_large_as_a_unit_allows():
-    cfg = Config(n_layer=2, n_head=32, n_embd=4096, vocab_size=128, block_size=2**18, tp=4,
+    cfg = Layout(n_layer=2, n_head=32, n_embd=4096, vocab_size=128, block_size=2**18, tp=4,
                  tensor_parallel="metp")
     assert [head_groups(replace(cfg, subsequences=N)) for N in (1, 2, 16)] == [16, 8, 8]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memo.config import Config
 from memo.decide import Room, problem_of
 from memo.estimate.regions import activation_lines
 from memo.estimate.step_seconds import swap_s
 from memo.layer import groups_of
+from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.schedule.simulate import times_of
 from memo.schedule.spans import stall_s
@@ -47,7 +47,7 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
 
 def build(B, S, dtype, device="cpu", streams=None, limits=None, changed=None, **keys):
     """`changed`: fields of the Placement that are others than the config's."""
-    cfg = Config(**{**MODEL, "block_size": S, "batch_size": B, **keys})
+    cfg = Layout(**{**MODEL, "block_size": S, "batch_size": B, **keys})
     model = GPT(cfg, device, dtype)
     optimizer = Optimizer(model, cfg)
     optimizer.load(perturbed_weights(cfg, device))
@@ -130,7 +130,7 @@ def test_other_families_alike(keys):
 @pytest.mark.slow
 def test_below_alpha_0_some_layers_keep_only_their_input():
     keep = trained(8, 256, torch.float32, 2, activation="keep")
-    cfg = Config(**MODEL, block_size=256, batch_size=8)
+    cfg = Layout(**MODEL, block_size=256, batch_size=8)
     seen = []
     for host in (0.13, 0.11, 0.08, 0.0625):  # x and attn_out are an eighth, x a sixteenth
         seen.append(placement(cfg, 8, 256, torch.float32, host=host).input_only)
@@ -191,7 +191,7 @@ def test_every_eighth_of_a_unit_alike():
     for i, alpha in enumerate(EIGHTHS):
         keys = orders[i % 2] | dict(activation="memo", alpha=alpha)
         assert same(trained(16, 256, torch.float32, 1, **keys), keep[i % 2]), alpha
-        cfg = Config(**MODEL | keys, block_size=256, batch_size=16)
+        cfg = Layout(**MODEL | keys, block_size=256, batch_size=16)
         rows.append(placement(cfg, 16, 256, torch.float32).kept_rows(0, "q"))
     assert rows == list(range(0, 2049, 256))
 
@@ -228,7 +228,7 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         return [*seen, model.grads], sizes
     (whole, (all_rows, host)), (copied, (places, more)) = run(**changed), run(**changed, stream="copied")
     assert same(whole, copied)
-    cuts, x = unit_rows(Config(**MODEL | keys | dict(block_size=320)), 2, 320), 32 * 4
+    cuts, x = unit_rows(Layout(**MODEL | keys | dict(block_size=320)), 2, 320), 32 * 4
     assert (all_rows, places) == (640 * x, 3 * max(cuts) * x)
     # the gradients of the head; layer by layer the inputs of the units that are not swapped
     n = changed.get("n_buffers", 2) if order == "layer" else 0
@@ -237,7 +237,7 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
 
 def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     """Two heads of keys over the three ranks of Ulysses, each of which has two."""
-    cfg = Config(**MODEL | dict(n_layer=3, n_head=6, n_embd=48, n_kv_head=2, cp=3, context_parallel="ulysses",
+    cfg = Layout(**MODEL | dict(n_layer=3, n_head=6, n_embd=48, n_kv_head=2, cp=3, context_parallel="ulysses",
                                 subsequences=3, unit_order="layer", block_size=576, activation="swap"))
     mesh, _ = noted_mesh(0, 1, 3, 1, False)
     model = GPT(cfg, "meta", torch.float32, mesh=mesh)

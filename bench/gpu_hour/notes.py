@@ -129,11 +129,11 @@ def rate_of(op, size=1):
 
 
 def shape(asked, **keys):
-    """A Config of the 7B model's width and `keys`, with what was asked for."""
-    from memo.config import Config
+    """A Layout of the 7B model's width and `keys`, with what was asked for."""
+    from memo.layout import Layout
     C = keys.pop("n_embd", asked.n_embd)
     keys["block_size"] = min(keys["block_size"], asked.longest)
-    return Config(**dict(n_embd=C, n_head=max(1, C // 128), vocab_size=50257, activation="memo",
+    return Layout(**dict(n_embd=C, n_head=max(1, C // 128), vocab_size=50257, activation="memo",
                          subsequences=1, states="device", attention=asked.attention,
                          host_memory_gb=asked.host_memory_gb) | keys)
 

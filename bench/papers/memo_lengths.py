@@ -13,6 +13,7 @@ from memo.estimate.report import layout_of
 from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import tensors_of
+from memo.layout import Layout
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from testing.baselines import DEEPSPEED, MEGATRON
 from testing.baselines import longest as longest_rival
@@ -30,7 +31,7 @@ def in_its_width(model, S, world=0):
 def of_a_layer(S):
     """Seconds of a layer of 7B on a rank: (forward, attention's kernel in it, offload of all that it
     keeps)."""
-    cfg = paper_config("7B", S)
+    cfg = Layout.of(paper_config("7B", S))
     layer, node = layer_seconds(cfg, A800, BF16), A800.node
     nbytes = sum(t.nbytes for t in tensors_of(cfg, BF16).values())
     return layer.forward_s, layer.kernels_s()[0], nbytes / node.pcie_bytes_per_s

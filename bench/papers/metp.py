@@ -7,12 +7,12 @@ import torch
 from bench.papers import metp_layer
 from bench.papers.metp_layer import CLAIMS, CPU, RANKS
 from bench.papers.page import DRY, MEASURED, Part, points
-from memo.config import Config
 from memo.decide import GAPS
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.search import config_with, estimate_or_none, longest
+from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
@@ -207,9 +207,9 @@ def own_output(host, cfg):
 def figure7():
     """How far METP's outputs on some ranks are off those of one process, element by element, in fp32."""
     rows, shape = [], dict(n_layer=4, n_head=8, n_embd=256, block_size=4096, vocab_size=512, subsequences=1)
-    _, alone = own_output(Axis("host"), Config(**shape))
+    _, alone = own_output(Axis("host"), Layout(**shape))
     for p in RANKS:
-        cfg = Config(**shape, tp=p, tensor_parallel="metp")
+        cfg = Layout(**shape, tp=p, tensor_parallel="metp")
         off = torch.cat([(found - alone[held]).abs().flatten()
                          for held, found in pool(p).run(own_output, cfg)])
         rows.append([p, f"{off.mean():.1e}", f"{off.max():.1e}"])

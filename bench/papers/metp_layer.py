@@ -6,9 +6,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from bench.papers.page import COUNTED, Part, thousands
-from memo.config import Config
 from memo.estimate.hardware import GIB
 from memo.layer import head_groups, n_rows, tensors_of
+from memo.layout import Layout
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.planner.rehearsal import FakeArena
@@ -25,7 +25,7 @@ CLAIMS = METP["claims"]
 
 def one_layer(h, heads, S, p, kind="metp", dtype=torch.bfloat16):
     """A GPT of one layer, of which rank 0 of p has shapes alone, ready for a pass over S tokens."""
-    cfg = Config(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, tp=p, tensor_parallel=kind)
+    cfg = Layout(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, tp=p, tensor_parallel=kind)
     tokens = Axis("cp", p if kind == "metp" else 1)
     model = GPT(cfg, "meta", dtype, mesh=Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=tokens))
     model.reserve(1, S, streams=open_streams(CPU))

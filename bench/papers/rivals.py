@@ -19,8 +19,9 @@ from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import Speeds
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
+from memo.layout import Layout
 from memo.plots import BLUE, GREY, ORANGE, plain
-from testing.baselines import DEEPSPEED, MEGATRON, Layout, Recompute, best, device_bytes, run
+from testing.baselines import DEEPSPEED, MEGATRON, Recompute, RivalLayout, best, device_bytes, run
 from testing.paper import GPUS, LONG, PAPER, SEQUENCES, config_of, rows_of_table3
 
 A800 = hardware.machine("a800-80gb")
@@ -175,7 +176,7 @@ def recomputing():
     """Table 4's rows that recompute everything, tp4 cp2, beside Megatron-LM in that layout."""
     lines = []
     for tokens in PAPER["table4"]["seq_tokens"]:
-        one = Layout(MEGATRON, of_rival("7B", tokens, tp=4, cp=2), 1, SEQUENCES)
+        one = RivalLayout(MEGATRON, Layout.of(of_rival("7B", tokens, tp=4, cp=2)), 1, SEQUENCES)
         everything = Recompute(one.stage_layers)
         got = run(one, replace(A800, memory_bytes=0), all_or_none=True)  # nothing fits: what takes least
         assert got.recompute == everything

@@ -12,11 +12,11 @@ from itertools import accumulate
 import matplotlib.pyplot as plt
 
 from bench.papers.page import SIMULATED, Part
-from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.unit_seconds import UnitSeconds
 from memo.formulas import layer_forward_terms
 from memo.layer import KEYS_VALUES, layer_of
+from memo.layout import Layout
 from memo.plots import BLUE, GREY, ORANGE, plain
 from memo.schedule.program import Fates
 from memo.schedule.simulate import times_of
@@ -56,7 +56,7 @@ class Stage:
     `forward_s` and `backward_s` of all layers."""
 
     def __init__(self, N):
-        self.cfg = cfg = Config(**SHAPE, block_size=S, vocab_size=32000, cp=RANKS, subsequences=N,
+        self.cfg = cfg = Layout(**SHAPE, block_size=S, vocab_size=32000, cp=RANKS, subsequences=N,
                                 subsequence_cut="flops", unit_order="subsequence")
         self.N, self.lengths = N, cut(cfg, ALIGNED * cfg.block_multiple)
         self.sizes = [activation_bytes(cfg, n) for n in self.lengths]

@@ -146,11 +146,12 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, Keys]:
 
 def check_size(cfg: Config, machine: Machine, world: int) -> None:
     """Errors: ConfigError where no sharing out could make the model's states fit."""
-    on_device = cfg.states not in ("auto", "host")
-    whole = itemsize_of(cfg, machine) * (not cfg.layers_come)  # of what comes the masters are enough
-    each = on_device * (whole + (4 + STATES_BYTES) * (not cfg.optimizer_on_host))
-    needs, there = each * parameters(cfg), world * (machine.memory_bytes or 0)
-    if machine.memory_bytes is not None and needs > there:
+    if cfg.states in ("auto", "host") or machine.memory_bytes is None:
+        return
+    whole = itemsize_of(cfg, machine) * (cfg.states == "device")  # of what comes the masters are enough
+    each = whole + (4 + STATES_BYTES) * (cfg.optimizer_device != "cpu")
+    needs, there = each * parameters(cfg), world * machine.memory_bytes
+    if needs > there:
         least = -(-needs // machine.memory_bytes)
         raise ConfigError(f"--gpus={world}: {billions(parameters(cfg))} parameters, their gradients and "
                           f"optimizer take {needs / GIB:.4g} GiB, all {world} devices together have "

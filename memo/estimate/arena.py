@@ -36,6 +36,7 @@ from memo.layer import (
     makes_queries_early,
     travelling,
 )
+from memo.layout import Layout
 from memo.planner.plan import ALIGNMENT, PLANNING_S, plan_trace
 from memo.planner.trace import Trace, parse_trace
 from memo.subsequences import subsequence_lengths
@@ -80,7 +81,7 @@ class ArenaBytes(NamedTuple):
     head: int
 
 
-ArenaOf = Callable[[Config, Machine], ArenaBytes]
+ArenaOf = Callable[[Layout, Machine], ArenaBytes]
 TraceOf = Callable[[Keys], Trace]
 
 
@@ -95,7 +96,7 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
     return ArenaBytes(transient := peak(Trace(tuple(layers))), max(0, peak(trace) - transient))
 
 
-def shortest(cfg: Config, layers: int = 1) -> Config:
+def shortest(cfg: Layout, layers: int = 1) -> Layout:
     """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
     embedding and a head where cfg's has them."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
@@ -147,11 +148,11 @@ def trace_elsewhere(keys: Keys) -> Trace:
         raise ConfigError(f"the trace of a step failed ({why}); try --fast") from None
 
 
-def traced_arena(cfg: Config, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
+def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
     """The ArenaBytes of a rank, from the cache or from trace({key of the config, stage, threads or
     multiprocessors: value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
-    names = REQUEST_KEYS + SEVERAL_KEYS * (cfg.n_subsequences > 1)
+    names = REQUEST_KEYS + SEVERAL_KEYS * (cfg.subsequences > 1)
     keys = {k: v for k, v in asdict(shortest(cfg)).items() if k in names}
     keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
                  multiprocessors=machine.multiprocessors)
@@ -177,7 +178,7 @@ def checked_arena_bytes(stored: Keys, keys: Keys) -> ArenaBytes:
     return arena
 
 
-def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
+def fast_arena(cfg: Layout, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     """A bound of the ArenaBytes, without a trace: the largest of attention over a group of heads, a chunk
     of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
     it."""
@@ -187,7 +188,7 @@ def fast_arena(cfg: Config, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     return ArenaBytes(int(scale * layer), int(scale * max(0, head - layer)))
 
 
-def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
+def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     """Of fast_arena, what a layer takes."""
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     rows, f = cfg.batch_size * S // cfg.cp, 4 / e  # f: fp32 in units of e
@@ -199,7 +200,7 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     gradients, sums = (0, 2 * f * kv * (heads < sharing)) if several else (group + 2 * kv, 0)
     Q, F = cfg.n_head * D, cfg.inner_width
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
-    if cfg.n_subsequences > 1:
+    if cfg.subsequences > 1:
         gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
         if cfg.by_layer and cfg.activation == "recompute":
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
@@ -216,7 +217,7 @@ def megatron_layer_bytes(cfg: Config, machine: Machine) -> float:
     return layer + dout
 
 
-def fp8_bytes(cfg: Config, itemsize: int, gradients: float, cpu: bool) -> float:
+def fp8_bytes(cfg: Layout, itemsize: int, gradients: float, cpu: bool) -> float:
     """A bound of the bytes of FP8 products, of a piece of rows of all tp ranks: the gradient of an activation
     of the MLP beside operands, or those of a weight's gradient, one of which may be twice there, and this in
     fp32, or a gradient of x in two parts, beside `gradients` of q, k and v. In FP8 an element takes a byte.
@@ -230,7 +231,7 @@ def fp8_bytes(cfg: Config, itemsize: int, gradients: float, cpu: bool) -> float:
                gradients + rows * (2 * C * e + max(F, Q)) + matrix)
 
 
-def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
+def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
     """A bound of the bytes of a layer by METP. Its backward takes most: beside the matrices on their way a
     gradient (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of
     rows of a norm's output and of the MLP's inside. Embedding and head are as in tensor parallelism."""
@@ -267,12 +268,12 @@ def metp_layer_bytes(cfg: Config, machine: Machine) -> float:
     return message_bytes(cfg, e) + fp8_matrices + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 
-def tokens_at_once(cfg: Config) -> int:
+def tokens_at_once(cfg: Layout) -> int:
     """Of a sequence: those of the longest subsequence."""
     return max(subsequence_lengths(cfg))
 
 
-def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
+def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
     """Bytes of a chunk of own rows (rows, C); of one of all tp ranks' rows; of gathered ones, at a time."""
     rows = cfg.batch_size * tokens_at_once(cfg) // cfg.cp
     own = rows // cfg.tp
@@ -280,7 +281,7 @@ def chunk_bytes(cfg: Config, itemsize: int) -> tuple[int, int, int]:
     return one, chunk, 0 if cfg.tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
 
 
-def message_bytes(cfg: Config, itemsize: int) -> int:
+def message_bytes(cfg: Layout, itemsize: int) -> int:
     """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
     backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of two
     groups' gradients beside the MLP's last ones."""
@@ -293,7 +294,7 @@ def message_bytes(cfg: Config, itemsize: int) -> int:
     return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
 
-def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: int) -> float:
+def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: int) -> float:
     """A bound of the bytes of attention over a group of so many heads, with those of its kernel. `group`,
     `kv`: bytes of the group's queries, and of its keys."""
     e, D, ulysses = itemsize_of(cfg, machine), cfg.head_width, cfg.context_parallel == "ulysses"
@@ -318,7 +319,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
-    if cfg.n_subsequences > 1:
+    if cfg.subsequences > 1:
         kind = "one rank" if cp == 1 else "ulysses" if ulysses else "two ranks" if cp == 2 else "more"
         own, fp32 = PREFIX_GROUPS[kind]
         return (own + fp32 * f) * group + 2 * group // heads * dealt + kernel
@@ -333,7 +334,7 @@ def attention_bytes(cfg: Config, machine: Machine, heads: int, group: int, kv: i
     return ATTENTION_GROUPS * group - 2 * fewer + kernel
 
 
-def head_bytes(cfg: Config, itemsize: int, cpu: bool = False) -> int:
+def head_bytes(cfg: Layout, itemsize: int, cpu: bool = False) -> int:
     """Bytes of a chunk of the head: logits, their softmax and gradient, a few tensors (rows, C); none in a
     stage without it."""
     if not cfg.has_head:

@@ -24,7 +24,7 @@ from memo.estimate.step_seconds import state_seconds, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
-from memo.layout import degrees
+from memo.layout import Layout, degrees
 from memo.sharing import shared
 from memo.swap import alpha
 from memo.swap.placement import Placement
@@ -54,13 +54,13 @@ class Estimate:
     chosen: str = ""
 
     @property
-    def cfg(self) -> Config:
+    def cfg(self) -> Layout:
         return self.shown.cfg
 
     @property
-    def decided(self) -> Config:
+    def decided(self) -> Layout:
         """`asked` with numbers in place of auto."""
-        return replace(self.cfg, stage=self.asked.stage)
+        return self.stages[0].cfg
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -128,7 +128,7 @@ class Estimate:
         return self.shown.bytes_of(region)
 
 
-def modelled_rates(cfg: Config, machine: Machine, world: int,
+def modelled_rates(cfg: Layout, machine: Machine, world: int,
                    layer: LayerSeconds | LayerOfUnits | None) -> Rates | None:
     """The Rates of a layer, if its seconds are known."""
     if layer is None:
@@ -163,7 +163,7 @@ class Beside(NamedTuple):
     room: Room
 
 
-def beside_activations(cfg: Config, machine: Machine, world: int, arena: ArenaOf) -> Beside:
+def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> Beside:
     """The Beside of a config that says which stage."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
     numel, _, lines = states(cfg, machine, world, itemsize)
@@ -184,7 +184,7 @@ def beside_activations(cfg: Config, machine: Machine, world: int, arena: ArenaOf
     return Beside(numel, lines, transient, head, Room(limit, spare, machine.cpu))
 
 
-def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lacks: str | None,
+def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lacks: str | None,
                 data: int) -> Stage:
     """The Stage of a config that says which one. `data`: ranks that share its optimizer."""
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
@@ -197,14 +197,14 @@ def stage_bytes(cfg: Config, itemsize: int, beside: Beside, placed: Placed, lack
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
-def modelled_layer(cfg: Config, machine: Machine) -> LayerSeconds | LayerOfUnits | None:
+def modelled_layer(cfg: Layout, machine: Machine) -> LayerSeconds | LayerOfUnits | None:
     """Seconds of a layer, where speeds are known."""
     itemsize = itemsize_of(cfg, machine)
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     return layer_seconds(cfg, machine, itemsize) if known else None
 
 
-def modelled_facts(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
+def modelled_facts(cfg: Layout, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
                    room: Room) -> StageFacts:
     """Those of a config that says which stage. `layer`: modelled_layer()."""
     itemsize, rates = itemsize_of(cfg, machine), modelled_rates(cfg, machine, world, layer)
@@ -218,13 +218,13 @@ def typical_facts(facts: StageFacts, machine: Machine, world: int) -> StageFacts
     return modelled_facts(facts.cfg, machine, world, modelled_layer(facts.cfg, machine), facts.room)
 
 
-def every_stage(cfg: Config, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
+def every_stage(cfg: Layout, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
                 arena: ArenaOf) -> tuple[Stage, ...]:
     """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
     common is looked at once."""
     known: dict[tuple[bool, bool, int], tuple[Beside, Placed, str | None]] = {}
     itemsize, facts = itemsize_of(cfg, machine), []
-    for one in (replace(cfg, stage=k) for k in range(cfg.pp)):
+    for one in cfg.every_stage:
         kind = one.stage_kind
         beside = known[kind][0] if kind in known else beside_activations(one, machine, world, arena)
         facts.append(modelled_facts(one, machine, world, layer, beside.room))
@@ -249,6 +249,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
     if cfg.undecided:
         return again(chosen(cfg, machine, world), machine, arena)
+    asked, cfg = cfg, cfg if isinstance(cfg, Layout) else Layout.of(cfg)
     dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
     check_matmul(cfg, machine.capability, itemsize)
     if not cfg.vocab_size:
@@ -264,7 +265,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
     rate = tgs(tokens, world, seconds["step"]) if seconds else None
     shown = fullest(stages, machine.memory_bytes or inf, host_share(cfg, machine, world))
     got = Estimate(shown, stages, machine, world, dp, layer, seconds, mfu(cfg, rate, peak) if rate else None,
-                   rate, machine.memory_bytes, host_capacity(cfg, machine, world), None, None, cfg)
+                   rate, machine.memory_bytes, host_capacity(cfg, machine, world), None, None, asked)
     reason, why = verdict(got)
     return replace(got, reason=reason, why=why)
 
@@ -310,7 +311,7 @@ def untimed(machine: Machine) -> Machine:
 def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
     """The Estimate of what choose() takes of a config, with the Estimates of a machine of that type as the
     judge, and a bound of the temporary tensors; where no speeds are known of the type, by room alone."""
-    def on(machine: Machine) -> Callable[[Config], Estimate]:
+    def on(machine: Machine) -> Callable[[Layout], Estimate]:
         return cache(lambda one: estimate(one, machine, world, bound))
     machine = machine.of_its_type
     alone = timed = on(untimed(machine))

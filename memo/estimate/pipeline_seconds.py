@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import fsum
 
-from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.regions import Stage
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds
@@ -21,6 +20,7 @@ from memo.estimate.step_seconds import (
 )
 from memo.flat import layer_numel
 from memo.layer import INPUT, n_rows, tensors_of
+from memo.layout import Layout
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
 from memo.schedule.step import Op, Step
@@ -49,7 +49,7 @@ def tied_s(stage: Stage, machine: Machine, world: int) -> float:
     return machine.message_s("shift", nbytes, world)
 
 
-def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
+def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
     """The Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
@@ -59,7 +59,7 @@ def ends_of(cfg: Config, machine: Machine, world: int, itemsize: int, speeds: Sp
                 send_gradient, lanes_of(cfg, machine, world, speeds) if cfg.msp else None)
 
 
-def lanes_of(cfg: Config, machine: Machine, world: int, speeds: Speeds) -> Lanes:
+def lanes_of(cfg: Layout, machine: Machine, world: int, speeds: Speeds) -> Lanes:
     """The Lanes of a config that says which stage."""
     rates = []
     for other in range(cfg.pp):

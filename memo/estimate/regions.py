@@ -4,7 +4,6 @@ estimate have them from here. Plain arithmetic."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memo.config import Config
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.host import STATES_BYTES
@@ -19,7 +18,7 @@ from memo.flat import (
     weights_in_turns,
 )
 from memo.layer import INPUT, n_rows, tensors_of
-from memo.layout import LANES, n_communicators
+from memo.layout import LANES, Layout, n_communicators
 from memo.swap.alpha import SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.sizes import shared_regions
@@ -39,7 +38,7 @@ class Stage:
     """What a rank of one stage of the pipeline holds; there may be just one stage. `numel`: its parameters,
     with padding; `lacks`: why its share of the host is too small, None where it is not."""
 
-    cfg: Config
+    cfg: Layout
     numel: int
     lines: tuple[Line, ...]
     placement: Placement
@@ -66,7 +65,7 @@ class Stage:
         return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
-def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
+def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
     """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
     on the activations)."""
     data = world // (cfg.pp * cfg.tp)
@@ -97,7 +96,7 @@ def states(cfg: Config, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
-def activation_lines(cfg: Config, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
+def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
     """[Line] of the skeletal activations, on device and host, and of what stages lend each other. `data`: see
     local_layout."""
     p, tensors = placement, tensors_of(cfg, itemsize)
@@ -137,7 +136,7 @@ def lane_bytes(placement: Placement) -> int:
     return LANES * len(placement.partners) * COMMUNICATOR_BYTES
 
 
-def cpu_spare(cfg: Config, machine: Machine, lines: list[Line], limit: int) -> int:
+def cpu_spare(cfg: Layout, machine: Machine, lines: list[Line], limit: int) -> int:
     """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
     host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
     in the run."""

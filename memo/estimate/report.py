@@ -92,7 +92,7 @@ def stage_lines(got: Estimate) -> list[str]:
                      f"{gib(first.device_bytes):>10}{gib(first.host_bytes):>10}{alpha:>10}".rstrip())
     if got.cfg.msp:
         lent = [piece for one in got.stages for piece in one.placement.lent]
-        lines += shares_lines(lent, got.cfg.pp, got.cfg.n_subsequences)
+        lines += shares_lines(lent, got.cfg.pp, got.cfg.subsequences)
     return lines
 
 
@@ -131,7 +131,7 @@ def as_dict(got: Estimate) -> dict[str, object]:
     limits = {name: None for name in ("overlap", "host")} | dict(got.plan.limits if got.plan else {})
     cfg, parts = got.cfg, {k: v for k, v in got.seconds.items() if k != "step"}
     layout = dict(tp=cfg.tp, cp=cfg.cp, pp=cfg.pp, dp=got.dp, tensor_parallel=cfg.tensor_parallel,
-                  subsequences=cfg.n_subsequences)
+                  subsequences=cfg.subsequences)
     if cfg.msp:
         layout["msp"] = True
     if cfg.metp:
@@ -171,7 +171,7 @@ def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | 
                 drawn.append(str(Path(path).with_stem(f"{Path(path).stem}_pipeline")))
                 name = (f"{got.world} x {machine.name}, {layout_of(got)}, {got.cfg.activation}, "
                         f"S = {got.cfg.block_size:,}: a micro batch")
-                pipeline(spans, got.cfg.n_subsequences, drawn[-1], name)
+                pipeline(spans, got.cfg.subsequences, drawn[-1], name)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--plot={path} cannot be written ({e}); try --plot=estimate.png") from None
     return drawn

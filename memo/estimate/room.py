@@ -10,7 +10,7 @@ from memo.decide import Room, problem_of, ways_of, with_buffers
 from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate, beside_activations, estimate, judged
 from memo.estimate.hardware import Machine
-from memo.layout import degrees
+from memo.layout import Layout, degrees
 from memo.swap.alpha import AlphaProblem
 from memo.swap.placing import place_rows
 
@@ -24,7 +24,7 @@ def chosen_if_fits(cfg: Config, machine: Machine, world: int) -> Estimate | None
     return None if judge(one).lacking else replace(of(one), asked=cfg, chosen=why)
 
 
-def no_room(cfg: Config, machine: Machine, world: int) -> Judged | None:
+def no_room(cfg: Layout, machine: Machine, world: int) -> Judged | None:
     """A config with numbers as choose() takes it, for which device or host are too small even with as little
     there as its mode allows; None where nothing says so. Takes a small part of the time of an Estimate."""
     if machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
@@ -40,7 +40,7 @@ def no_room(cfg: Config, machine: Machine, world: int) -> Judged | None:
     return most if most.lacking > 0 else None
 
 
-def lacking(cfg: Config, problem: AlphaProblem, room: Room) -> Judged:
+def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
     """As no_room(), of one of the ways_of() a stage, whose problem has two buffers."""
     swaps = cfg.activation in ("swap", "memo")
     if swaps:

@@ -98,7 +98,7 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
 
 def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
     """The Estimate of stages that help each other, where that is faster."""
-    one = config_with(got.cfg, stage=0, msp=True)  # None for one stage, or too few subsequences
+    one = config_with(got.decided, msp=True)  # None for one stage, or too few subsequences
     helped = estimate_or_none(one, got.machine, got.world, arena)
     if helped is None or not helped.fits or speed(helped) <= speed(got):
         return got
@@ -293,7 +293,7 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     changes += [deeper, deeper | dict(cp=cfg.cp // 2), deeper | dict(tp=cfg.tp // 2)]
     metp = dict(tensor_parallel="metp", context_parallel="ring")
     changes += [metp, metp | dict(tp=2 * cfg.tp, cp=cfg.cp // 2), metp | dict(tp=cfg.cp * cfg.tp, cp=1)]
-    changes += [dict(unit_order="layer")] * (not cfg.by_layer)
+    changes += [dict(unit_order="layer")] * (cfg.n_subsequences > 1 and cfg.unit_order == "subsequence")
     if cfg.states != "auto":  # else other places have been tried
         changes += [dict(states="sharded"), dict(states="host")]
     if cfg.subsequences != "auto":  # else more have been tried

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple, Protocol
 
-from memo.config import Config
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of_passes
 from memo.flat import bucket_numels, weights_in_turns
 from memo.layer import CHUNK_ROWS, Tensor, head_rows, logit_bytes, tensors_of
+from memo.layout import Layout
 from memo.schedule.periods import Totals, totals_of
 from memo.schedule.program import EMBEDDING, LAYER_PLACES, keys_leave
 from memo.schedule.step import COPIES, Moved, Op, Step
@@ -116,7 +116,7 @@ class StateSeconds(NamedTuple):
 STAY = StateSeconds()  # nothing moves
 
 
-def state_seconds(cfg: Config, machine: Machine, speeds: Speeds, world: int, itemsize: int) -> StateSeconds:
+def state_seconds(cfg: Layout, machine: Machine, speeds: Speeds, world: int, itemsize: int) -> StateSeconds:
     """The StateSeconds of a machine: to and from the host, or within the device's memory, and between the
     ranks that have shards."""
     if not cfg.layers_come:
@@ -221,7 +221,7 @@ def stage_seconds(placement: Placement, tensors: dict[str, Tensor], units: Seque
     return seconds
 
 
-def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
+def head_s(cfg: Layout, machine: Machine, speeds: Speeds, itemsize: int) -> float:
     """Seconds of final norm, logits, loss and their gradients, chunk by chunk."""
     rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
@@ -240,7 +240,7 @@ def head_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> floa
     return matmuls + dw + losses + messages + norms
 
 
-def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) -> float:
+def embedding_s(cfg: Layout, machine: Machine, speeds: Speeds, itemsize: int) -> float:
     """Seconds of the embedding and its gradient."""
     row = cfg.n_embd * itemsize
     u = cfg.batch_size * cfg.block_size // cfg.cp * row / cfg.tp
@@ -248,7 +248,7 @@ def embedding_s(cfg: Config, machine: Machine, speeds: Speeds, itemsize: int) ->
     return messages + speeds.seconds("copy", 8 * u * cfg.tp, u)
 
 
-def rows_of_tp_s(cfg: Config, machine: Machine, most: int, messages: Sequence[tuple[str, int]]) -> float:
+def rows_of_tp_s(cfg: Layout, machine: Machine, most: int, messages: Sequence[tuple[str, int]]) -> float:
     """Seconds of messages (op, bytes that each other rank gets of an own row) between the tp ranks, about all
     rows of these, `most` or fewer of a subsequence at a time."""
     rows = [cfg.batch_size * n // cfg.cp for n in subsequence_lengths(cfg)]
@@ -257,12 +257,12 @@ def rows_of_tp_s(cfg: Config, machine: Machine, most: int, messages: Sequence[tu
     return pieces * sum(machine.message_s(op, nbytes * sent, cfg.tp) for op, nbytes in messages)
 
 
-def steps_on_host(cfg: Config, machine: Machine) -> bool:
+def steps_on_host(cfg: Layout, machine: Machine) -> bool:
     """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
     return cfg.optimizer_on_host and not machine.cpu
 
 
-def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
+def optimizer_s(cfg: Layout, machine: Machine, speeds: Speeds, numel: int, itemsize: int, data: int,
                 local_ranks: int, forward_s: float) -> float:
     """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
     weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
@@ -282,7 +282,7 @@ def optimizer_s(cfg: Config, machine: Machine, speeds: Speeds, numel: int, items
     return rest + speeds.seconds("adamw", adamw, adamw) + speeds.seconds("copy", cast, cast)
 
 
-def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
+def data_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
            backward_s: float) -> float:
     """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
     parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
@@ -298,13 +298,13 @@ def data_s(cfg: Config, machine: Machine, numel: int, itemsize: int, data: int, 
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
 
 
-def micros_of_rank(cfg: Config, world: int) -> int:
+def micros_of_rank(cfg: Layout, world: int) -> int:
     """Count the micro batches of a rank in a step."""
     dp = world // (cfg.pp * cfg.cp * cfg.tp)
     return cfg.micro_batches(dp) // dp
 
 
-def step_s(cfg: Config, machine: Machine, world: int, itemsize: int,
+def step_s(cfg: Layout, machine: Machine, world: int, itemsize: int,
            layer: LayerSeconds | LayerOfUnits, placement: Placement, numel: int) -> dict[str, float]:
     """{part: seconds} of a step in one stage, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micros_of_rank(cfg, world)

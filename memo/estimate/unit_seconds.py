@@ -2,15 +2,14 @@
 subsequences up to it (memo/parallel/prefix.py)."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import fsum
 
-from memo.config import Config
 from memo.estimate.hardware import Machine
 from memo.estimate.metp_seconds import MetpSeconds
 from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of
 from memo.layer import keys_dealt
+from memo.layout import Layout
 from memo.subsequences import subsequence_lengths
 
 
@@ -129,14 +128,14 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
         return self.matrices_s("kv") + self.scales_s("kv") + self.first_group_s("kv") + later
 
 
-def layer_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
     """The seconds of a layer of a config."""
-    return known_seconds(replace(cfg.whole, optimizer_device="auto", states="device", activation="memo",
-                                 alpha_mode="per_tensor"), machine, itemsize)
+    return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
+                                      alpha_mode="per_tensor"), machine, itemsize)
 
 
 @lru_cache(4)  # layouts that differ in stages, modes or the optimizer's place alone follow each other
-def known_seconds(cfg: Config, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
     """The same, of keys that count."""
     lengths = subsequence_lengths(cfg)
     if len(lengths) == 1:

@@ -17,7 +17,7 @@ from math import gcd
 import torch
 
 from memo.attention import Attention, Gradients, Meanwhile, Merge, Result
-from memo.config import Config
+from memo.layout import Layout
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Visits
@@ -33,7 +33,7 @@ def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
     return [(i * length, (i + 1) * length) for i in pieces]
 
 
-def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[list[tuple[int, int]]]]:
+def token_columns(cfg: Layout, S: int, mesh: Mesh) -> list[list[list[tuple[int, int]]]]:
     """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by subsequences, and of
     each by columns: a rank's (B, T) has the tokens of one subsequence after the other, in it those of one
     slice after the other, and the columns take turns. One column, whose tokens these ranks have in turns;
@@ -51,7 +51,7 @@ def token_columns(cfg: Config, S: int, mesh: Mesh) -> list[list[list[tuple[int, 
     return found
 
 
-def local_positions(cfg: Config, S: int, mesh: Mesh) -> list[torch.Tensor]:
+def local_positions(cfg: Layout, S: int, mesh: Mesh) -> list[torch.Tensor]:
     """[(T_i,)]: the positions of a sequence's S tokens that the ranks of `weights` embed together, by
     subsequences, in the order of a rank's (B, T)."""
     return [interleaved(torch.cat([torch.arange(*r) for column in columns for r in column]), len(columns))

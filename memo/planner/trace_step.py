@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 
 from memo.command import answer_early, run
-from memo.config import Config
 from memo.errors import ConfigError
 from memo.files import parse_json
 from memo.keys import Keys, check_value, option, typed
+from memo.layout import Layout
 from memo.load_config import keys_help, load_config
 
 OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
@@ -22,8 +22,8 @@ OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=
        "stage": option("stage", int, 0, "that of the rank, of pp stages", least=0)}
 
 
-def read_argv(argv: list[str]) -> tuple[Config, int]:
-    """(Config of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
+def read_argv(argv: list[str]) -> tuple[Layout, int]:
+    """(Layout of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\n{keys_help()}")
         sys.exit()
@@ -43,15 +43,15 @@ def read_argv(argv: list[str]) -> tuple[Config, int]:
                           f"--stage={cfg.pp - 1}")
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    return replace(cfg, stage=own["stage"]), own["multiprocessors"]
+    return Layout.of(cfg, stage=own["stage"], msp=False), own["multiprocessors"]
 
 
-def read_line(line: str) -> tuple[Config, str, int, int]:
-    """(Config, device, threads, multiprocessors) of a line of stdin. Errors: ConfigError."""
+def read_line(line: str) -> tuple[Layout, str, int, int]:
+    """(Layout, device, threads, multiprocessors) of a line of stdin. Errors: ConfigError."""
     try:
         keys = parse_json(line)
         numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
-        return Config(**keys), *numbers
+        return Layout(**keys), *numbers
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError):
@@ -82,25 +82,25 @@ class Short(Edges):
         super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
 
 
-def short_model(cfg: Config, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
+def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
     model = GPT(cfg, device, dtype, mesh=mesh)
     model.edges = Short(**vars(model.edges))
     return model
 
 
-def trace_step(cfg: Config, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
+def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
     """The Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
     so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's; but keys and
     values that are made again need some. dtype=auto is resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: Keys = dict(activation="keep", alpha="auto")
-    sweeps = cfg.activation == "recompute" and cfg.n_subsequences > 1 and cfg.by_layer
+    sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.by_layer
     cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
     return traced_requests(lambda where: short_model(cfg, where, getattr(torch, dtype), mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.n_subsequences),
+                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.subsequences),
                            "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 
 

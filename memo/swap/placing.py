@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
 
-from memo.config import Config
 from memo.layer import INPUT, SPLIT_ROWS, keys_dealt
+from memo.layout import Layout
 from memo.msp import guests_of, lent_by
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
@@ -23,9 +23,9 @@ from memo.swap.alpha import (
 from memo.swap.placement import Placement, Rows, rows
 
 
-def rests(cfg: Config) -> bool:
+def rests(cfg: Layout) -> bool:
     """Whether rows whose copies do not hide stay on the device, as far as that has room."""
-    return cfg.activation == "swap" and cfg.n_subsequences > 1
+    return cfg.activation == "swap" and cfg.subsequences > 1
 
 
 def resting(problem: AlphaProblem) -> Rows:
@@ -47,12 +47,12 @@ def resting(problem: AlphaProblem) -> Rows:
     return {name: stay for name in problem.tensors if name != INPUT and not p.apart(name)}
 
 
-def swaps_layers(cfg: Config) -> bool:
+def swaps_layers(cfg: Layout) -> bool:
     """Whether the mode swaps any layers."""
-    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.n_subsequences > 2
+    return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
-def all_kept(cfg: Config, B: int, T: int) -> Placement:
+def all_kept(cfg: Layout, B: int, T: int) -> Placement:
     """Makes the Placement of B sequences, of which a rank of cp holds T tokens each, in as many buffers as
     units: nobody takes turns, nothing is copied."""
     cuts = unit_rows(cfg, B, T)
@@ -64,7 +64,7 @@ def all_kept(cfg: Config, B: int, T: int) -> Placement:
     return replace(placement, n_buffers=placement.n_units)
 
 
-def placed(cfg: Config, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
+def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
            keys: str = "copied", stream: str = "") -> Placement:
     """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
     values that give way to the next layer's; `stream`: of what lies between layers, by default whole, or
@@ -91,7 +91,7 @@ def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
     return found
 
 
-def place_rows(cfg: Config, problem: AlphaProblem,
+def place_rows(cfg: Layout, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
     cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for

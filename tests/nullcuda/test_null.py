@@ -226,12 +226,12 @@ def requests():
     """A step's memory requests, recorded without Watch and with it."""
     import torch
 
-    from memo.config import Config
     from memo.estimate import hardware
+    from memo.layout import Layout
     from memo.planner.allocator import Arena
     from model import GPT
     from tests.nullcuda.watch import watching
-    cfg = Config(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash",
+    cfg = Layout(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash",
                  activation="keep")
     traces = []
     for watch in (None, False, True):  # the first one takes the libraries' workspaces along

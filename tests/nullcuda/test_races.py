@@ -125,14 +125,14 @@ def two_steps(layout, axis_of):
 
     import torch
 
-    from memo.config import Config
     from memo.layer import layer_of
+    from memo.layout import Layout
     from memo.optim import Optimizer
     from memo.parallel.mesh import Link, Mesh
     from memo.sharing import even_shares
     from memo.swap.placing import placed
     from model import GPT
-    cfg = Config(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
+    cfg = Layout(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
                         unit_order="layer", gradient_accumulation_steps=1) | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit

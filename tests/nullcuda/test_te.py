@@ -62,12 +62,12 @@ def launches():
     """{family, matmul: {kernels: what a step launches more of with one layer more}}"""
     import torch
 
-    from memo.config import Config
+    from memo.layout import Layout
     from model import GPT
     from tests.nullcuda.watch import NULL
 
     def of_a_step(layers, **keys):
-        cfg = Config(n_layer=layers, n_embd=1024, n_head=8, block_size=8192, vocab_size=1000,
+        cfg = Layout(n_layer=layers, n_embd=1024, n_head=8, block_size=8192, vocab_size=1000,
                      attention="flash", activation="keep", **keys)
         model = GPT(cfg, torch.device("cuda:0"), torch.bfloat16)
         model.reserve(1, 8192)
