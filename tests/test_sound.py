@@ -27,6 +27,7 @@ def poison(monkeypatch, steps, change):
 
     def step(self, lr):
         real(self, lr)
+        self.model.settle()  # a host's step may be under way
         if int(self.steps) == steps:
             change(self)
     monkeypatch.setattr(Optimizer, "step", step)
