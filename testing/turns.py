@@ -145,7 +145,8 @@ class Racing:
         """Losses, norms and weights of two training steps with other batches, and evaluations in between. The
         host runs ahead of all streams, through all of them."""
         optimizer.load(initial_weights(model.cfg, 0, CPU))
-        for state in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
+        optimizer.left.clear()  # whatever a pass has left that went wrong
+        for state in (model.grads, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
             state.zero_()
         optimizer.publish()
         seen, random_ids = [], torch.Generator().manual_seed(0)
