@@ -69,7 +69,7 @@ class StageFacts:
 
 def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
     """The Ends of a stage that has measured its layers: the head goes at the speed of a layer's forward, as
-    memo/stages.py counts it; its gradients take twice as long. Messages take no time."""
+    head_share() counts it; its gradients take twice as long. Messages take no time."""
     if rates is None:
         return None
     free = (0.0,) * len(subsequence_lengths(cfg))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.config import Config
 from memo.huggingface import FAMILIES, family_of, model_keys, weights_of
 from memo.layout import Layout
 from memo.rope import parse_scaling, scaled
@@ -51,7 +50,7 @@ def test_attention_by_blocks_is_the_formula(heads, monkeypatch):
 @pytest.mark.parametrize("keys", FAMILIES_HERE, ids=["gpt", "llama", "qwen"])
 def test_blocks_and_chunks_give_the_whole(keys, monkeypatch):
     small_blocks(monkeypatch)
-    cfg = Config(**SHAPE, **keys)
+    cfg = Layout(**SHAPE, **keys)
     weights, batch = [*perturbed_weights(cfg, CPU)], random_batch(cfg, 2, 129, CPU)
     loss, gradients = loss_and_gradients(cfg, weights, *batch)
     whole = Reference(cfg, blocked=False).load(weights)
@@ -64,7 +63,7 @@ def test_blocks_and_chunks_give_the_whole(keys, monkeypatch):
 
 def test_no_tensor_has_all_scores_or_all_logits(monkeypatch):
     T, largest = 512, 0
-    cfg = Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1000, block_size=T)
+    cfg = Layout(n_layer=1, n_head=2, n_embd=16, vocab_size=1000, block_size=T)
     small_blocks(monkeypatch, 2**14, 2**14)
 
     class Watch(TorchDispatchMode):
@@ -80,7 +79,7 @@ def test_no_tensor_has_all_scores_or_all_logits(monkeypatch):
 
 
 def test_weights_that_are_not_the_models_are_refused():
-    cfg = Config(**SHAPE)
+    cfg = Layout(**SHAPE)
     weights = dict(perturbed_weights(cfg, CPU))
     with pytest.raises(ValueError, match="there is no h.1.q_w"):
         Reference(cfg).load((n, w) for n, w in weights.items() if n != "h.1.q_w")
@@ -90,7 +89,7 @@ def test_weights_that_are_not_the_models_are_refused():
 
 @pytest.mark.parametrize("scaling", [{}, *SCALINGS], ids=str)
 def test_frequencies_are_those_of_memo(scaling):
-    cfg = Config(**SHAPE, head_dim=64, rope_theta=5e5, rope_scaling=json.dumps(scaling) if scaling else "")
+    cfg = Layout(**SHAPE, head_dim=64, rope_theta=5e5, rope_scaling=json.dumps(scaling) if scaling else "")
     found, factor = rotary_frequencies(cfg)
     multipliers, want = scaled(64, 5e5, parse_scaling(cfg.rope_scaling))
     plain = torch.tensor([5e5 ** (-2 * j / 64) for j in range(32)], dtype=torch.float64)
