@@ -129,13 +129,16 @@ def rate_of(op, size=1):
 
 
 def shape(asked, **keys):
-    """A Layout of the 7B model's width and `keys`, with what was asked for."""
+    """A Layout of the 7B model's width and `keys`, with what was asked for; a Config where they leave states
+    open."""
+    from memo.config import Config
     from memo.layout import Layout
+    kind = Config if keys.get("states") == "auto" else Layout
     C = keys.pop("n_embd", asked.n_embd)
     keys["block_size"] = min(keys["block_size"], asked.longest)
-    return Layout(**dict(n_embd=C, n_head=max(1, C // 128), vocab_size=50257, activation="memo",
-                         subsequences=1, states="device", attention=asked.attention,
-                         host_memory_gb=asked.host_memory_gb) | keys)
+    return kind(**dict(n_embd=C, n_head=max(1, C // 128), vocab_size=50257, activation="memo", subsequences=1,
+                       states="device", attention=asked.attention,
+                       host_memory_gb=asked.host_memory_gb) | keys)
 
 
 def smaller(cfg):
