@@ -15,7 +15,7 @@ rows are under way at once: the messages of one travel while the other computes.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -78,9 +78,9 @@ def column_linear_forward(matmul: Matmul, x: Rows, w: torch.Tensor, b: torch.Ten
     return out
 
 
-def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Rows,
-                           ws: list[torch.Tensor], dws: list[torch.Tensor],
-                           dbs: list[torch.Tensor | None]) -> Works[torch.Tensor]:
+def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
+                           ws: Sequence[torch.Tensor], dws: Sequence[torch.Tensor],
+                           dbs: Sequence[torch.Tensor | None]) -> Works[torch.Tensor]:
     """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
     x up."""
     x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
