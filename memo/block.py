@@ -25,7 +25,7 @@ from memo.config import Config
 from memo.layer import KEYS_VALUES, layer_of
 from memo.layer_attention import LayerAttention
 from memo.matmul import Linear, Rows, matmul_of
-from memo.mlp import Activated, mlp_of
+from memo.mlp import mlp_of
 from memo.ops import Ops
 from memo.parallel.mesh import Mesh
 from memo.parallel.prefix import PrefixAttention
@@ -111,10 +111,8 @@ class Block:
     def queries_keys_values(self, s: Activations, turn: torch.Tensor | None,
                             rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
-        w = self.w
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
-        linears = dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True))
-        self.columns(s, linears, self.kept(s, "ln1_out"), rows)
+        self.columns(s, self.qkv(self.w), self.kept(s, "ln1_out"), rows)
         if turn is not None and not self.attention.head_norms:
             for name in "qk":
                 if rows[name] != NO_ROWS:
@@ -186,7 +184,8 @@ class Block:
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
         w, r = self.w, rows["mid"]  # (n, C)
-        row_linear_forward(self.matmul, self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, s.mid[r])
+        attn_out = s.attn_out[r].__getitem__
+        row_linear_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
 
     def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
         """ln2_out and what the MLP keeps, from mid: the MLP half but for its output."""
@@ -201,14 +200,13 @@ class Block:
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid and what the MLP keeps."""
         w, b = self.mlp.last_linear(vars(self.w))
-        return row_linear_forward(self.matmul, self.tp, s.mid, self.product(s), w, b, out)
+        return row_linear_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
 
-    def product(self, s: Activations) -> Rows | Activated:
-        """What goes into the MLP's last product (n, tp, F/tp): kept, or rows of it made where they are asked
-        for."""
+    def product(self, s: Activations, r: slice) -> Rows:
+        """Rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
         if self.mlp.product:
-            return self.kept(s, self.mlp.product)
-        return Activated(self.mlp, self.mlp.hidden(s))
+            return self.kept(s, self.mlp.product)[r]
+        return self.mlp.activated([h[r] for h in self.mlp.hidden(s)])
 
     # --- backward ---
 
@@ -258,7 +256,7 @@ class Block:
         tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
         (w, _), (dw, db) = (self.mlp.last_linear(vars(of)) for of in (self.w, self.dw))
         message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
-        product = self.product(s)[r]
+        product = self.product(s, r)
         yield
         bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
         d = row_linear_backward(self.matmul, message.wait(), product, w, dw)
@@ -266,9 +264,8 @@ class Block:
         self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
         del product, d
         yield
-        (ws, _), (dws, dbs) = (zip(*self.mlp.linears(vars(of)).values(), strict=True)
-                               for of in (self.w, self.dw))
-        message = column_linear_backward(self.matmul, tp, hidden, message.wait(), ws, dws, dbs)
+        linears, gradients = (self.mlp.linears(vars(of)).values() for of in (self.w, self.dw))
+        message = column_linear_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
         yield
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
@@ -287,16 +284,15 @@ class Block:
                                      r: slice) -> Iterator[None]:
         """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
         over x."""
-        w, dw, tp = self.w, self.dw, self.tp
-        message = self.matmul.start_gather(tp, self.kept(s, "ln1_out")[r])
+        message = self.matmul.start_gather(self.tp, self.kept(s, "ln1_out")[r])
         yield
-        dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
+        dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
         # one sum of three
-        message = column_linear_backward(self.matmul, tp, dys, message.wait(), matrices, *self.qkv(dw))
+        message = column_linear_backward(self.matmul, self.tp, dys, message.wait(), linears, gradients)
         yield
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
     @staticmethod
-    def qkv(w: Weights) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The matrices of q, k and v, and their biases."""
-        return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
+    def qkv(w: Weights) -> dict[str, Linear]:
+        """{q, k, v: (matrix, bias or None)}; or of their gradients."""
+        return {"q": (w.q_w, w.q_b), "k": (w.k_w, w.k_b), "v": (w.v_w, w.v_b)}

@@ -62,17 +62,6 @@ class Mlp:
         return out
 
 
-@dataclass
-class Activated:
-    """Makes rows r of f(hidden) where they are asked for, as [r]."""
-
-    mlp: Mlp
-    hidden: Sequence[torch.Tensor]
-
-    def __getitem__(self, r: slice) -> torch.Tensor:
-        return self.mlp.activated([h[r] for h in self.hidden])
-
-
 def mlp_of(cfg: Config, ops: Ops) -> Mlp:
     """The Mlp of a config."""
     if cfg.mlp == "swiglu":
