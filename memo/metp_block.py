@@ -60,7 +60,6 @@ class MetpBlock:
         layer, self.eps, self.has_mean = layer_of(cfg), cfg.norm_eps, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.early = makes_queries_early(cfg)
-        self.every_row = dict.fromkeys((t.name for t in layer.skeletal), EVERY_ROW)
         # keys leave first; the last product of a group that waits for a message is that of the queries
         self.projections = [name for name in ("k_w", "k_b", "v_w", "v_b", "q_w", "q_b")
                             if name in layer.parameters]
@@ -337,7 +336,7 @@ class MetpBlock:
         return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
 
     def rotate(self, y: torch.Tensor, turn: torch.Tensor | None, back: bool) -> None:
-        """Positions into q or k (n, width), in place; norms per head come before that (head_norm.py)."""
+        """Positions into q or k (n, width), in place; norms per head come before that."""
         if turn is not None and not self.attention.head_norms:
             self.ops.rotary(y[:, None], turn, back)
 

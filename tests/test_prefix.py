@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo import layer
 from memo.attention import BACKENDS, Attention, installed_kernel, math_backward, math_forward
-from memo.head_norm import HeadNorms
+from memo.layer_attention import HeadNorms
 from memo.ops import TORCH, rotations
 from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges

@@ -41,7 +41,7 @@ PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the
         cp.to_heads does
     from_pieces(dk, dv, k, v)
         -> k, v, over which it writes the gradients of the rank's own: any memory of their shape and dtype;
-        with norms per head (head_norm.py) `k` comes as to_pieces got it
+        with norms per head (layer_attention.py) `k` comes as to_pieces got it
     ranks
         among so many ranks the heads are dealt in the pieces
 """
