@@ -238,17 +238,10 @@ class MetpBlock:
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
-            places = home.places(heads, [name for name in self.projections if name[0] in names])
-            for name, g in zip(names, parts, strict=True):
-                if name != "v":
-                    self.rotate(g, turn, back=True)
-                bias_backward(g, places.get(f"{name}_b"))
-                for r in row_pieces(len(dy)):
-                    matmul.weight_gradient(places[f"{name}_w"], matmul.gradients(g[r][None]), normed[:, r])
-                home.start(heads, places, f"{name}_w", f"{name}_b")
+            self.send_qkv_gradients(heads, dict(zip(names, parts, strict=True)), normed, turn, home)
             # q, k and v at once: each sum rounds dx in the run's dtype
             dqkv, qkv_w = matmul.as_one(parts, [matrices[f"{name}_w"] for name in names])
-            del gradients, parts, g
+            del gradients, parts
             for r in row_pieces(len(dy)):
                 matmul.input_gradient(matmul.gradients(dqkv[r][None]), qkv_w, dx[r][None],
                                       add=heads.q.start > 0)
@@ -280,6 +273,20 @@ class MetpBlock:
         for r in row_pieces(len(s.x)):
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
+
+    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], normed: Rows,
+                           turn: torch.Tensor | None, home: Reductions) -> None:
+        """Turns the gradients of q, k, v of a group, `parts`, back; those of their matrices set off."""
+        places = home.places(heads, self.names_of("".join(parts)))
+        for name, g in parts.items():
+            if name != "v":
+                self.rotate(g, turn, back=True)
+            bias_backward(g, places.get(f"{name}_b"))
+            for r in row_pieces(len(g)):
+                gradient = self.matmul.gradients(g[r][None])
+                self.matmul.weight_gradient(places[f"{name}_w"], gradient, normed[:, r])
+                del gradient  # before the next piece's
+            home.start(heads, places, f"{name}_w", f"{name}_b")
 
     def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
