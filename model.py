@@ -24,7 +24,7 @@ import torch
 from memo.activations import Activations, Weights
 from memo.attention import resolve_attention
 from memo.backends import aligned
-from memo.block import BLOCKS, Block
+from memo.block import Block
 from memo.device import free_bytes
 from memo.edges import Edges, Tables
 from memo.flat import (
@@ -45,7 +45,7 @@ from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
 from memo.planner.allocator import Arena, NoArena
-from memo.protocols import Source
+from memo.protocols import LayerBlock, Source
 from memo.rope import parse_scaling, scaled
 from memo.schedule.execute import Work
 from memo.schedule.place import Content, Part
@@ -116,7 +116,7 @@ class GPT:
         w, dw = (Tables(**self.named(tensors, "")) for tensors in (weights, gradients))
         self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
         self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
-        self.guest_blocks: list[Block] = []  # of layers of other stages: two places, as in Lending
+        self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: two places, as in Lending
         self.shape = 0, 0  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
@@ -126,13 +126,13 @@ class GPT:
         self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def block(self, layer: int, weights: dict[str, torch.Tensor],
-              gradients: dict[str, torch.Tensor]) -> Block:
+              gradients: dict[str, torch.Tensor]) -> LayerBlock:
         """What computes with the tensors of a layer among {name: tensor}."""
         w, dw = (Weights(**self.named(tensors, f"h.{layer}.")) for tensors in (weights, gradients))
-        kind = MetpBlock if self.cfg.metp else BLOCKS[self.cfg.mlp]
+        kind = MetpBlock if self.cfg.metp else Block
         return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
 
-    def guest_block(self, weights: torch.Tensor, gradients: torch.Tensor) -> Block:
+    def guest_block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
         """What computes with the flat parameters of a layer, like those of the first one here."""
         start, end = self.buckets[1]
         layout = {name: replace(p, offset=p.offset - start) for name, p in self.layout.items()
@@ -189,7 +189,8 @@ class GPT:
     @property
     def key_shape(self) -> tuple[int, int]:
         """Of keys and values over a prefix: (tokens for each own row, heads of each token)."""
-        heads, ranks = self.blocks[0].kv_heads, self.prefix.ranks  # which share the heads, each at least one
+        ranks, heads = self.prefix.ranks, self.blocks[0].attention.kv_heads
+        # the ranks share the heads out, each at least one
         return (1 if self.cfg.metp else self.mesh.weights.size) * ranks, heads // math.gcd(heads, ranks)
 
     def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None:
@@ -327,7 +328,7 @@ class GPT:
                     self.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")
 
-    def of_unit(self, unit: Unit) -> tuple[Block, torch.Tensor | None]:
+    def of_unit(self, unit: Unit) -> tuple[LayerBlock, torch.Tensor | None]:
         """What computes a unit, and the rotations of its rows."""
         layer, i = unit
         guest = i in self.swap.placement.guest_of
@@ -347,7 +348,7 @@ class GPT:
     # unit has a copy, which leaves for the host while the layer above already writes over the original.
 
     @staticmethod
-    def unit_forward(block: Block, x: torch.Tensor, s: Activations, turn: torch.Tensor | None,
+    def unit_forward(block: LayerBlock, x: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                      y: torch.Tensor) -> None:
         """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
@@ -357,7 +358,7 @@ class GPT:
         else:
             y.copy_(block.forward(s, turn, torch.empty_like(s.x)).view(y.shape))
 
-    def unit_backward(self, block: Block, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None,
+    def unit_backward(self, block: LayerBlock, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None,
                       dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
         """dy -> dx, as in unit_forward."""
         if zeroed:

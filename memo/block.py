@@ -1,5 +1,5 @@
 """One layer, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid + mlp(ln2 mid),
-where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 (Block) or of Llama (GatedBlock).
+where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 or of Llama (mlp.py).
 
     s         the skeletal activations of the layer: named views of one buffer, see memo/layer.py
     n, tp     a rank's own rows, and the ranks that share a layer; (n, tp, width) is all their rows, in order
@@ -9,7 +9,7 @@ where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 (Block) or of Llama 
 Every piece is a pair x_forward / x_backward. Pieces write where they are told (`out`), and the backward
 writes over skeletal tensors that nobody reads any more: so a layer needs hardly any memory besides its
 buffer. What is token-wise goes piece by piece of rows (parallel/tp.py), attention group by group of heads
-(attention.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
+(layer_attention.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,15 @@ from itertools import pairwise
 import torch
 
 from memo.activations import Activations, Weights
-from memo.attention import Attention, attend, attend_backward
+from memo.attention import Attention
 from memo.config import Config
-from memo.head_norm import normed_heads, over_normed_heads, prefix_of_normed_heads
 from memo.layer import KEYS_VALUES, layer_of
+from memo.layer_attention import LayerAttention
 from memo.matmul import Linear, Rows, matmul_of
-from memo.ops import Ops, gelu_backward, gelu_forward
+from memo.mlp import mlp_of
+from memo.ops import Ops
 from memo.parallel.mesh import Mesh
-from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, in_slices
+from memo.parallel.prefix import PrefixAttention
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -60,16 +61,12 @@ class Block:
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
-        self.w, self.dw, self.attention, self.prefix = w, dw, attention, prefix
-        self.ops, self.matmul, self.tp = ops, matmul_of(cfg.matmul, ops.name), mesh.weights
-        layer, self.eps = layer_of(cfg), cfg.norm_eps
-        self.gelu = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
-        # the product of a query and a key has a variance of D; the softmax wants 1
-        self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
-        self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)  # of a rank
-        self.keys_change = layer.head_norms or prefix.ranks > 1  # on their way to a piece
-        names = [t.name for t in layer.skeletal]
-        self.last = [t.name for t in layer.skeletal if t.width][-1]  # of the MLP half
+        self.w, self.dw, self.ops, self.tp, self.eps = w, dw, ops, mesh.weights, cfg.norm_eps
+        self.attention = LayerAttention(cfg, w, dw, attention, prefix, ops, mesh)
+        self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
+        tensors = layer_of(cfg).skeletal
+        names = [t.name for t in tensors]
+        self.last = [t.name for t in tensors if t.width][-1]  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -89,14 +86,11 @@ class Block:
         rows = self.no_rows | rows
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
-            q, out = self.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
-            if s.pieces:
-                attend_prefix(self.prefix_at(s, turn), q, s.pieces, self.scale, out, s.lse)
-            else:
-                k, v = self.keys_of(s)
-                attend(self.attention_at(turn), q, k, v, True, self.scale, out, s.lse)
+            q, out = self.attention.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
+            keys = () if s.pieces else self.keys_of(s)
+            self.attention.forward(s, turn, q, keys, out, s.lse)
         self.projection(s, rows)
-        self.mlp(s, rows)
+        self.mlp_but_output(s, rows)
 
     def extend(self, s: Activations, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
                attention: Attention, out: torch.Tensor) -> None:
@@ -104,34 +98,27 @@ class Block:
         Hkv, D), as pieces hold them; the last ones are the token's own, and written here. So text is
         generated. `attention`: an Attention of one query."""
         self.queries_keys_values(s, turn, self.every_row)
-        q, k, v = self.heads(s.q, s.k, s.v, like=s.lse)
-        if self.w.q_norm_w is not None:
-            q, k = (normed_heads(self.ops, x, w, self.eps, turn)[0]
-                    for x, w in ((q, self.w.q_norm_w), (k, self.w.k_norm_w)))
+        q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
+        if self.attention.head_norms:
+            norms = self.attention.norms(turn)
+            q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
-        s.attn_out.view(q.shape).copy_(attention.forward(q, keys, values, False, self.scale)[0])
+        s.attn_out.view(q.shape).copy_(attention.forward(q, keys, values, False, self.attention.scale)[0])
         self.projection(s, self.every_row)
-        self.mlp(s, self.every_row)
+        self.mlp_but_output(s, self.every_row)
         self.output(s, out)
 
     def queries_keys_values(self, s: Activations, turn: torch.Tensor | None,
                             rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
-        w = self.w
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
-        linears = dict(zip("qkv", zip(*self.qkv(w), strict=True), strict=True))
-        self.columns(s, linears, self.kept(s, "ln1_out"), rows)
-        if turn is not None and w.q_norm_w is None:
+        self.columns(s, self.qkv(self.w), self.kept(s, "ln1_out"), rows)
+        if turn is not None and not self.attention.head_norms:
             for name in "qk":
                 if rows[name] != NO_ROWS:
                     self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
-        if s.pieces and rows["k"] != NO_ROWS and self.keys_apart(s):
-            made = self.prefix_at(s, turn).to_pieces(*self.keys_of(s))
-            for place, tensor in zip(s.pieces[-1], made, strict=True):
-                place.copy_(tensor)
-
-    # With several subsequences keys and values lie in pieces, `s.pieces`, which later subsequences read.
-    # Where a piece holds them as the layer makes them, it is the unit's `s.k` and `s.v`.
+        if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
+            self.attention.put_keys(s, turn, *self.keys_of(s))
 
     def with_keys(self, s: Activations) -> Activations:
         """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
@@ -139,18 +126,14 @@ class Block:
         if not s.pieces:
             return s
         k, v = s.pieces[-1]
-        if self.keys_apart(s):
-            k, v = (s.x.new_empty(len(s.x) * self.tp.size, self.kv_heads * self.head_dim) for _ in range(2))
+        if self.attention.keys_apart(s):
+            rows, width = len(s.x) * self.tp.size, self.attention.kv_heads * self.attention.head_dim
+            k, v = (s.x.new_empty(rows, width) for _ in range(2))
         return replace(s, **{name: t.view(len(s.x), self.tp.size, -1) for name, t in (("k", k), ("v", v))})
-
-    def keys_apart(self, s: Activations) -> bool:
-        """Whether the unit's own piece does not hold keys and values as the layer makes them; so, too, where
-        other stages compute the later rows of several sequences, whose keys lie between."""
-        return self.keys_change or not s.pieces[-1][0].is_contiguous()
 
     def keys_of(self, s: Activations) -> list[torch.Tensor]:
         """(B, T, Hkv/tp, D) twice."""
-        return self.heads(s.k, s.v, like=s.lse)
+        return self.attention.heads(s.k, s.v, like=s.lse)
 
     def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         """The unit's own piece again, from its input x (n, C)."""
@@ -158,17 +141,6 @@ class Block:
         normed = {name: torch.empty_like(t) for name, t in own.items() if t is not None}
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), turn, rows)
-
-    def prefix_backward(self, dout: torch.Tensor, s: Activations,
-                        turn: torch.Tensor | None) -> list[torch.Tensor]:
-        """dq, dk, dv of attention over a prefix; those of k and v are complete: later subsequences have added
-        theirs to `s.sums` before."""
-        q, out = self.heads(s.q, s.attn_out, like=s.lse)
-        prefix = self.prefix_at(s, turn)
-        dq = attend_prefix_backward(prefix, dout, q, s.pieces, s.sums, out, s.lse, self.scale)
-        if self.w.k_norm_w is not None:  # the norm's backward wants k as it was before
-            self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
-        return [dq, *prefix.from_pieces(*s.sums[-1], *self.keys_of(s))]
 
     def kept(self, s: Activations, name: str) -> Rows:
         """The skeletal tensor `name`, an input of products, as they take it."""
@@ -209,39 +181,32 @@ class Block:
         mean, rstd = (getattr(s, f"{name}_{what}") for what in ("mean", "rstd"))
         return w, b, None if mean is None else mean[r], rstd[r]
 
-    def attention_at(self, turn: torch.Tensor | None) -> Attention:
-        """The Attention of q and k as the layer keeps them."""
-        if self.w.q_norm_w is None:
-            return self.attention
-        return over_normed_heads(self.attention, self.ops, self.w, self.dw, self.eps, turn)
-
-    def prefix_at(self, s: Activations, turn: torch.Tensor | None) -> PrefixAttention:
-        """The same over a prefix."""
-        prefix = in_slices(self.prefix, s.slices)
-        if self.w.q_norm_w is None:
-            return prefix
-        return prefix_of_normed_heads(prefix, self.ops, self.w, self.dw, self.eps, turn)
-
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """mid from x and attn_out: the end of the attention half."""
         w, r = self.w, rows["mid"]  # (n, C)
-        row_linear_forward(self.matmul, self.tp, s.x[r], s.attn_out[r], w.proj_w, w.proj_b, s.mid[r])
+        attn_out = s.attn_out[r].__getitem__
+        row_linear_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
 
-    def mlp(self, s: Activations, rows: dict[str, slice]) -> None:
-        """ln2_out, fc1_out, gelu_out from mid: the MLP half but for its output."""
-        w = self.w
+    def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
+        """ln2_out and what the MLP keeps, from mid: the MLP half but for its output."""
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, {"fc1_out": (w.fc1_w, w.fc1_b)}, self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
-        r, fc1_out = rows["gelu_out"], s.fc1_out
-        assert fc1_out is not None
-        for piece, out in self.matmul.pieces(self.kept(s, "gelu_out")[r], like=fc1_out[r]):
-            gelu_forward(fc1_out[r][piece], self.gelu, out=out)
+        self.columns(s, self.mlp.linears(vars(self.w)), self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
+        if self.mlp.product:
+            r = rows[self.mlp.product]
+            hidden = [h[r] for h in self.mlp.hidden(s)]
+            for piece, out in self.matmul.pieces(self.kept(s, self.mlp.product)[r], like=hidden[0]):
+                self.mlp.activate([h[piece] for h in hidden], out)
 
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
-        """`out` (n, C), the next layer's x, from mid and gelu_out."""
-        w = self.w
-        x = self.kept(s, "gelu_out")
-        return row_linear_forward(self.matmul, self.tp, s.mid, x, w.fc2_w, w.fc2_b, out)
+        """`out` (n, C), the next layer's x, from mid and what the MLP keeps."""
+        w, b = self.mlp.last_linear(vars(self.w))
+        return row_linear_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
+
+    def product(self, s: Activations, r: slice) -> Rows:
+        """Rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
+        if self.mlp.product:
+            return self.kept(s, self.mlp.product)[r]
+        return self.mlp.activated([h[r] for h in self.mlp.hidden(s)])
 
     # --- backward ---
 
@@ -252,14 +217,17 @@ class Block:
         s, dout = self.with_keys(s), self.place_of_dout(s)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
         # attention needs all rows: between the two halves every piece has to be done
-        dout_, q, out = self.heads(dout, s.q, s.attn_out, like=s.lse)
-        k, v = self.keys_of(s)
-        gradients = self.prefix_backward(dout_, s, turn) if s.pieces else attend_backward(
-            self.attention_at(turn), dout_, q, k, v, out, s.lse, True, self.scale)
+        attention = self.attention
+        dout_, q, out = attention.heads(dout, s.q, s.attn_out, like=s.lse)
+        gradients = attention.backward(s, turn, dout_, q, self.keys_of(s), out, s.lse)
+        if s.pieces:
+            if attention.head_norms:  # the norm's backward wants k as it was before
+                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
+            gradients = [*gradients, *attention.key_gradients(s, turn, *self.keys_of(s))]
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients
-        for g in dqkv[:2] if turn is not None and self.w.q_norm_w is None else ():
+        for g in dqkv[:2] if turn is not None and not attention.head_norms else ():
             self.ops.rotary(g, turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
@@ -284,18 +252,20 @@ class Block:
         yield from self.projection_backward(dy, s, dout, r)
 
     def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
-        """out = mid + gelu(ln2(mid) fc1) fc2. Rows r: writes the gradient of mid over dy."""
-        w, dw, tp, dy, fc1_out = self.w, self.dw, self.tp, dy[r], s.fc1_out
-        assert fc1_out is not None
-        message = tp.start_gather(dy)  # every rank has columns of fc2, and needs the rows of all
+        """out = mid + mlp(ln2(mid)). Rows r: writes the gradient of mid over dy."""
+        tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
+        (w, _), (dw, db) = (self.mlp.last_linear(vars(of)) for of in (self.w, self.dw))
+        message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
+        product = self.product(s, r)
         yield
-        bias_backward(dy, dw.fc2_b)  # own rows only: the tp ranks' sums are added up in the optimizer
-        d = row_linear_backward(self.matmul, message.wait(), self.kept(s, "gelu_out")[r], w.fc2_w, dw.fc2_w)
-        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels while the GELU computes
-        d = gelu_backward(d, fc1_out[r], self.gelu, out=fc1_out[r])
+        bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
+        d = row_linear_backward(self.matmul, message.wait(), product, w, dw)
+        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels beside the activation's
+        self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
+        del product, d
         yield
-        message = column_linear_backward(self.matmul, tp, [d], message.wait(), [w.fc1_w], [dw.fc1_w],
-                                         [dw.fc1_b])
+        linears, gradients = (self.mlp.linears(vars(of)).values() for of in (self.w, self.dw))
+        message = column_linear_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
         yield
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
@@ -314,67 +284,15 @@ class Block:
                                      r: slice) -> Iterator[None]:
         """Rows r: writes the gradients of x, on its ways through mid (dy) and through q, k, v = ln1(x) qkv,
         over x."""
-        w, dw, tp = self.w, self.dw, self.tp
-        message = self.matmul.start_gather(tp, self.kept(s, "ln1_out")[r])
+        message = self.matmul.start_gather(self.tp, self.kept(s, "ln1_out")[r])
         yield
-        dys, (matrices, _) = [g[r] for g in dqkv], self.qkv(w)
+        dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
         # one sum of three
-        message = column_linear_backward(self.matmul, tp, dys, message.wait(), matrices, *self.qkv(dw))
+        message = column_linear_backward(self.matmul, self.tp, dys, message.wait(), linears, gradients)
         yield
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 
     @staticmethod
-    def qkv(w: Weights) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The matrices of q, k and v, and their biases."""
-        return [w.q_w, w.k_w, w.v_w], [w.q_b, w.k_b, w.v_b]
-
-    def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-        """(n, tp, width/tp) -> (B, T, heads, D), as views; `like` is the (B, H/tp, T) logsumexp."""
-        B, _, T = like.shape
-        return [x.view(B, T, -1, self.head_dim) for x in rows]
-
-
-class GatedBlock(Block):
-    """A layer of Llama's: out = mid + down (silu(gate ln2(mid)) * (up ln2(mid))). The product of the two is
-    not kept: each piece of rows makes it again from gate_out and up_out, without a matrix product."""
-
-    def mlp(self, s: Activations, rows: dict[str, slice]) -> None:
-        """ln2_out, gate_out, up_out from mid."""
-        w = self.w
-        self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        linears = {"gate_out": (w.gate_w, None), "up_out": (w.up_w, None)}
-        self.columns(s, linears, self.kept(s, "ln2_out"), rows)
-
-    def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
-        product = Gated(self.ops, s.gate_out, s.up_out)
-        return row_linear_forward(self.matmul, self.tp, s.mid, product, self.w.down_w, None, out=out)
-
-    def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
-        assert s.gate_out is not None and s.up_out is not None
-        w, dw, tp, dy, gate, up = self.w, self.dw, self.tp, dy[r], s.gate_out[r], s.up_out[r]
-        message = tp.start_gather(dy)
-        product = Gated(self.ops, gate, up)[EVERY_ROW]
-        yield
-        d = row_linear_backward(self.matmul, message.wait(), product, w.down_w, dw.down_w, out=product)
-        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])
-        self.ops.swiglu_backward(d, gate, up)  # their gradients take their places
-        del product, d
-        yield
-        message = column_linear_backward(self.matmul, tp, [gate, up], message.wait(), [w.gate_w, w.up_w],
-                                         [dw.gate_w, dw.up_w], [None, None])
-        yield
-        self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
-
-
-class Gated:
-    """silu(gate) * up, (n, tp, F/tp), made where rows of it are asked for."""
-
-    def __init__(self, ops: Ops, gate: torch.Tensor, up: torch.Tensor):
-        self.ops, self.gate, self.up = ops, gate, up
-
-    def __getitem__(self, r: slice) -> torch.Tensor:
-        gate = self.gate[r]
-        return self.ops.swiglu_forward(gate, self.up[r], out=torch.empty_like(gate))
-
-
-BLOCKS = {"gelu": Block, "swiglu": GatedBlock}  # by cfg.mlp
+    def qkv(w: Weights) -> dict[str, Linear]:
+        """{q, k, v: (matrix, bias or None)}; or of their gradients."""
+        return {"q": (w.q_w, w.q_b), "k": (w.k_w, w.k_b), "v": (w.v_w, w.v_b)}

@@ -149,8 +149,8 @@ class Gathered:
         return Quantised(q.view(E4M3), scale)
 
 
-def place(x: Quantised, dy: torch.Tensor) -> torch.Tensor:
-    return dy.new_empty(x.q.shape)
+def place(x: torch.Tensor | Quantised, dy: torch.Tensor) -> torch.Tensor:
+    return dy.new_empty(x.q.shape) if isinstance(x, Quantised) else x
 
 
 def weights(w: torch.Tensor | Matrix) -> Matrix:

@@ -17,16 +17,17 @@ from functools import partial
 import torch
 
 from memo.activations import Activations, Weights
-from memo.attention import Attention, Gradients, Meanwhile, attend, attend_backward, start_keys
-from memo.block import EVERY_ROW, Block
+from memo.attention import Attention, Gradients, Meanwhile, start_keys
+from memo.block import EVERY_ROW, NO_ROWS
 from memo.config import Config
 from memo.layer import head_groups, layer_of, makes_queries_early
-from memo.matmul import Part, RowGradients, Rows
-from memo.ops import Ops, gelu_backward, gelu_forward
-from memo.parallel.axis import Hop
+from memo.layer_attention import LayerAttention
+from memo.matmul import Part, RowGradients, Rows, matmul_of
+from memo.mlp import mlp_of
+from memo.ops import Ops
+from memo.parallel.axis import Hop, T
 from memo.parallel.mesh import Mesh
 from memo.parallel.metp import (
-    Activation,
     Ahead,
     Broadcasts,
     Heads,
@@ -39,7 +40,7 @@ from memo.parallel.metp import (
     metp_mlp_forward,
     row_pieces,
 )
-from memo.parallel.prefix import PrefixAttention, attend_prefix, attend_prefix_backward, of_heads
+from memo.parallel.prefix import PrefixAttention, of_heads
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
@@ -47,21 +48,22 @@ from memo.parallel.visits import Visits
 WithKeys = tuple[Heads, Matrices, Sequence[torch.Tensor], Visits | None]
 
 
-class MetpBlock(Block):
-    """See Block. Every rank of `hops` holds a part of each matrix, and rows of its own."""
+class MetpBlock:
+    """Computes a layer, as block.Block does. Every rank of `hops` holds a part of each matrix, and rows of
+    its own."""
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
                  prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
-        super().__init__(cfg, w, dw, attention, prefix, ops, mesh)
-        layer, self.hops = layer_of(cfg), mesh.hops
-        self.kind, self.has_mean = cfg.mlp, cfg.norm == "layernorm"
+        self.w, self.dw, self.ops, self.tp, self.hops = w, dw, ops, mesh.weights, mesh.hops
+        self.attention = LayerAttention(cfg, w, dw, attention, prefix, ops, mesh)
+        self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
+        layer, self.eps, self.has_mean = layer_of(cfg), cfg.norm_eps, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.early = makes_queries_early(cfg)
         # keys leave first; the last product of a group that waits for a message is that of the queries
         self.projections = [name for name in ("k_w", "k_b", "v_w", "v_b", "q_w", "q_b")
                             if name in layer.parameters]
-        self.mlp_names = [name for name in ("fc1_w", "fc1_b", "fc2_w", "gate_w", "up_w", "down_w")
-                          if name in layer.parameters]
+        self.mlp_names = [name for name in self.mlp.split_names if name in layer.parameters]
 
     # --- forward ---
 
@@ -73,12 +75,12 @@ class MetpBlock(Block):
         return self.mlp_half(s, own, out, visits)
 
     def recompute(self, s: Activations, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
-        rows = self.no_rows | rows
-        if len(s.attn_out[rows["attn_out"]]):
+        r = rows.get("mid", NO_ROWS)
+        if len(s.attn_out[rows.get("attn_out", NO_ROWS)]):
             own = self.own_parts(*(self.names_of("q") if s.pieces else self.projections), "proj_w")
-            self.attention_half(s, turn, own, torch.empty_like(s.x), rows["mid"], again=True)
-        elif len(s.mid[rows["mid"]]):
-            projection = self.projected(s, self.own_parts("proj_w"), rows["mid"])
+            self.attention_half(s, turn, own, torch.empty_like(s.x), r, again=True)
+        elif len(s.mid[r]):
+            projection = self.projected(s, self.own_parts("proj_w"), r)
             projection.start(self.tp.size)
             for _ in range(self.tp.size):
                 projection.add()
@@ -117,11 +119,7 @@ class MetpBlock(Block):
             if s.pieces:
                 self.fill_piece(s, normed, heads, matrices, turn)
             del matrices  # before the next group's take memory
-            if s.pieces:
-                attend_prefix(self.prefix_at(s, turn), q, of_heads(s.pieces, heads.kv), self.scale, out, lse)
-            else:  # over all ranks' tokens
-                attend(self.attention_at(turn), q, kv[0], kv[1], True, self.scale, out, lse, others,
-                       meanwhile if others else None)
+            self.attention.forward(s, turn, q, kv, out, lse, heads.kv, others, meanwhile if others else None)
             del q, kv, others
         projection.add()
 
@@ -135,7 +133,8 @@ class MetpBlock(Block):
             if s.pieces:
                 return heads, matrices, [], None
             kv = self.made("kv", normed, matrices, turn, s.lse)
-            return heads, matrices, kv, start_keys(self.attention_at(turn), heads.q.stop - heads.q.start, *kv)
+            return heads, matrices, kv, start_keys(
+                self.attention.over_sequence(turn), heads.q.stop - heads.q.start, *kv)
         return Ahead(map(send_keys, coming))
 
     def made(self, names: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
@@ -145,7 +144,7 @@ class MetpBlock(Block):
         new = [self.one_made(name, normed, matrices, turn,
                              getattr(self.w, f"{name}_w").new_empty(rows, len(matrices[f"{name}_w"])))
                for name in names]
-        return self.heads(*new, like=lse)
+        return self.attention.heads(*new, like=lse)
 
     def one_made(self, name: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
                  out: torch.Tensor) -> torch.Tensor:
@@ -161,12 +160,11 @@ class MetpBlock(Block):
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
             return
-        [own] = of_heads(s.pieces[-1:], heads.kv)
-        if self.keys_apart(s):
-            made = self.prefix_at(s, turn).to_pieces(*self.made("kv", normed, matrices, turn, s.lse))
-            for place, tensor in zip(own, made, strict=True):
-                place.copy_(tensor)
+        if self.attention.keys_apart(s):
+            k, v = self.made("kv", normed, matrices, turn, s.lse)
+            self.attention.put_keys(s, turn, k, v, heads.kv)
         else:
+            [own] = of_heads(s.pieces[-1:], heads.kv)
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
 
@@ -179,8 +177,9 @@ class MetpBlock(Block):
                  visits: Visits) -> torch.Tensor:
         """`out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp_mlp_forward(self.matmul, self.mlp_parts(own), visits, normed, self.activation(), s.mid, out)
-        return out if self.w.fc2_b is None else out.add_(self.w.fc2_b)
+        metp_mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, s.mid, out)
+        _, bias = self.mlp.last_linear(own)
+        return out if bias is None else out.add_(bias)
 
     # --- backward ---
 
@@ -200,9 +199,9 @@ class MetpBlock(Block):
         metp_mlp_backward."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
-        bias_backward(dy, dw.fc2_b)
+        bias_backward(dy, self.mlp.last_linear(vars(dw))[1])
         normed = partial(self.normed, "ln2", s.mid, mean, rstd)
-        home = metp_mlp_backward(self.matmul, self.mlp_parts(own), visits, normed, self.activation(), dy,
+        home = metp_mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dy,
                                  self.mlp_parts(vars(dw)), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
@@ -219,7 +218,7 @@ class MetpBlock(Block):
         # nothing needs mid any more
         normed = matmul.rows(self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)[None])
         bias_backward(dy, dw.proj_b)
-        home = Reductions(self.tp, self.dw, self.head_dim)
+        home = Reductions(self.tp, self.dw, self.attention.head_dim)
         keys = self.groups_ahead(coming, s, normed, turn)
         ahead = Ahead(map(partial(self.with_queries, taken, s, normed, turn), keys))
 
@@ -239,17 +238,10 @@ class MetpBlock(Block):
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
-            places = home.places(heads, [name for name in self.projections if name[0] in names])
-            for name, g in zip(names, parts, strict=True):
-                if name != "v":
-                    self.rotate(g, turn, back=True)
-                bias_backward(g, places.get(f"{name}_b"))
-                for r in row_pieces(len(dy)):
-                    matmul.weight_gradient(places[f"{name}_w"], matmul.gradients(g[r][None]), normed[:, r])
-                home.start(heads, places, f"{name}_w", f"{name}_b")
+            self.send_qkv_gradients(heads, dict(zip(names, parts, strict=True)), normed, turn, home)
             # q, k and v at once: each sum rounds dx in the run's dtype
             dqkv, qkv_w = matmul.as_one(parts, [matrices[f"{name}_w"] for name in names])
-            del gradients, parts, g
+            del gradients, parts
             for r in row_pieces(len(dy)):
                 matmul.input_gradient(matmul.gradients(dqkv[r][None]), qkv_w, dx[r][None],
                                       add=heads.q.start > 0)
@@ -258,7 +250,7 @@ class MetpBlock(Block):
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
-            add_all(self.mlp_parts(vars(dw)), mlp_home.wait())
+            add_all(self.mlp_parts(vars(dw)).values(), mlp_home.wait())
         return s.x
 
     def with_queries(self, dy: RowGradients, s: Activations, normed: Rows, turn: torch.Tensor | None,
@@ -282,6 +274,20 @@ class MetpBlock(Block):
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
+    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], normed: Rows,
+                           turn: torch.Tensor | None, home: Reductions) -> None:
+        """Turns the gradients of q, k, v of a group, `parts`, back; those of their matrices set off."""
+        places = home.places(heads, self.names_of("".join(parts)))
+        for name, g in parts.items():
+            if name != "v":
+                self.rotate(g, turn, back=True)
+            bias_backward(g, places.get(f"{name}_b"))
+            for r in row_pieces(len(g)):
+                gradient = self.matmul.gradients(g[r][None])
+                self.matmul.weight_gradient(places[f"{name}_w"], gradient, normed[:, r])
+                del gradient  # before the next piece's
+            home.start(heads, places, f"{name}_w", f"{name}_b")
+
     def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
                               q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
@@ -289,18 +295,14 @@ class MetpBlock(Block):
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
-        if not s.pieces:
-            k, v = kv
-            return attend_backward(self.attention_at(turn), dout, q, k, v, out, lse, True, self.scale, others,
-                                   meanwhile)
-        prefix, sums = self.prefix_at(s, turn), of_heads(s.sums, heads.kv)
-        dq = attend_prefix_backward(prefix, dout, q, of_heads(s.pieces, heads.kv), sums, out, lse, self.scale)
-        if "k_w" not in matrices:
-            return [dq]
-        own = [torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in sums[-1]]
-        if self.keys_apart(s):  # the norm's backward wants k as it was before
-            [own[0]] = self.made("k", normed, matrices, turn, s.lse)
-        return [dq, *prefix.from_pieces(*sums[-1], *own)]
+        gradients = self.attention.backward(s, turn, dout, q, kv, out, lse, heads.kv, others, meanwhile)
+        if not s.pieces or "k_w" not in matrices:
+            return gradients
+        [sums] = of_heads(s.sums[-1:], heads.kv)
+        k, v = (torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in sums)
+        if self.attention.keys_apart(s):  # the norm's backward wants k as it was before
+            [k] = self.made("k", normed, matrices, turn, s.lse)
+        return [*gradients, *self.attention.key_gradients(s, turn, k, v, heads.kv)]
 
     # --- what both need ---
 
@@ -311,16 +313,17 @@ class MetpBlock(Block):
         return vars(self.w) | dict(zip(matrices, taken, strict=True))
 
     def visits(self, own: dict[str, Part]) -> Visits:
-        return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own)))
+        return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own).values()))
 
-    def mlp_parts(self, of: dict[str, Part]) -> list[Part]:
+    def mlp_parts(self, of: dict[str, T]) -> dict[str, T]:
         """The rank's part of the MLP, of parameters or gradients."""
-        return [of[name] for name in self.mlp_names]
+        return {name: of[name] for name in self.mlp_names}
 
     def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
                    behind: Callable[[Heads], None] = lambda group: None) -> Broadcasts:
         mine = {name: own[name] for name in names}
-        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.head_dim, keys_at, behind)
+        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.attention.head_dim,
+                          keys_at, behind)
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""
@@ -332,16 +335,16 @@ class MetpBlock(Block):
 
     def columns_of(self, heads: Heads) -> slice:
         """Of attn_out (n, Q)."""
-        return slice(heads.q.start * self.head_dim, heads.q.stop * self.head_dim)
+        return slice(*(end * self.attention.head_dim for end in (heads.q.start, heads.q.stop)))
 
     def of_heads(self, attn_out: torch.Tensor, lse: torch.Tensor,
                  heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
         """(attn_out (B, T, heads, D), lse (B, heads, T)) of a group, views."""
-        return *(x[:, :, heads.q] for x in self.heads(attn_out, like=lse)), lse[:, heads.q]
+        return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
 
     def rotate(self, y: torch.Tensor, turn: torch.Tensor | None, back: bool) -> None:
-        """Positions into q or k (n, width), in place; norms per head come before that (head_norm.py)."""
-        if turn is not None and self.w.q_norm_w is None:
+        """Positions into q or k (n, width), in place; norms per head come before that."""
+        if turn is not None and not self.attention.head_norms:
             self.ops.rotary(y[:, None], turn, back)
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -356,22 +359,3 @@ class MetpBlock(Block):
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_forward(x[r], w, b, out, None if mean is None else mean[r], rstd[r], self.eps)
         return out
-
-    def activation(self) -> Activation:
-        if self.kind == "gelu":
-            return Activation(self.gelu_forward, self.gelu_backward)
-        return Activation(self.swiglu_forward, self.swiglu_backward)
-
-    def gelu_forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        out = torch.empty_like(hidden[0])
-        gelu_forward(hidden[0], self.gelu, out=out)
-        return out
-
-    def gelu_backward(self, d: torch.Tensor, hidden: Sequence[torch.Tensor]) -> None:
-        gelu_backward(d, hidden[0], self.gelu, out=hidden[0])
-
-    def swiglu_forward(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.ops.swiglu_forward(*hidden, out=torch.empty_like(hidden[0]))
-
-    def swiglu_backward(self, d: torch.Tensor, hidden: Sequence[torch.Tensor]) -> None:
-        self.ops.swiglu_backward(d, *hidden)

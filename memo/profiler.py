@@ -30,7 +30,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
-from memo.block import Block
 from memo.config import Config
 from memo.decide import Rates
 from memo.device import pick_device, synchronize
@@ -42,7 +41,7 @@ from memo.layer import ATTENTION, groups_of
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, connected, open_mesh
-from memo.protocols import Model
+from memo.protocols import LayerBlock, Model
 from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab
 
@@ -85,7 +84,7 @@ class MeasuredUnit:
         return groups + (self.attention_s if ATTENTION in parts else 0.0)
 
 
-def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
+def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
                host: Axis) -> MeasuredUnit:
     """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
     have run."""
@@ -117,7 +116,7 @@ def unit_rates(block: Block, swap: Swap, i: int, turn: torch.Tensor | None, devi
     return MeasuredUnit(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
 
 
-def layer_rates(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+def layer_rates(block: LayerBlock, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
                 host: Axis) -> tuple[list[MeasuredUnit], int | None]:
     """(units, transient_bytes) of `block`. `turns`: rotations of each subsequence."""
     if device.type == "cuda":
@@ -175,7 +174,7 @@ def measured_states(model: Model) -> StateSeconds:
     return found
 
 
-def measure(block: Block, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+def measure(block: LayerBlock, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
             pin: bool = True, peers: Axis = ALONE.peers, host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `peers`, so that all of them
     decide alike. All ranks of `host` copy at once."""

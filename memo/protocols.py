@@ -10,6 +10,7 @@ from memo.block import Block
 from memo.edges import Edges
 from memo.flat import Location
 from memo.layout import Layout
+from memo.metp_block import MetpBlock
 from memo.ops import Ops
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena, NoArena
@@ -19,6 +20,8 @@ from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.swap.buffers import Swap
 from memo.swap.placement import Placement
+
+LayerBlock = Block | MetpBlock  # what computes a layer
 
 
 class Source(Protocol):
@@ -39,7 +42,7 @@ class Model(Protocol):
     ops: Ops
     why_ops: str
     edges: Edges
-    blocks: list[Block]
+    blocks: list[LayerBlock]
     layout: dict[str, Location]
     buckets: list[tuple[int, int]]
     micro_batches: int

@@ -36,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from memo import checkpoint
 from memo.attention import Attention
+from memo.block import Block
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
 from memo.files import read_text
@@ -86,6 +87,7 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     model.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
     layers = zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True)
     for i, (block, s, (k, v), y) in enumerate(layers):
+        assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
         block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], ONE_QUERY, y)
     model.bring(len(model.blocks) + 1)

@@ -106,8 +106,8 @@ def test_parts_come_while_those_before_them_are_used(ahead, order):
 
 def test_two_parts_of_the_mlp_come_while_the_own_one_is_used():
     axis = Line("hops", 4)
-    for [part] in own_and_others(RUN, ["own"], Visits(axis, "own")):
-        axis.log.append(part.removeprefix("part "))
+    for part in own_and_others(RUN, {"fc1_w": "own"}, Visits(axis, "own")):
+        axis.log.append(part["fc1_w"].removeprefix("part "))
     assert " ".join(axis.log) == "post post own wait 1 wait post 2 wait 3"
 
 

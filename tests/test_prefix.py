@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from memo import layer
 from memo.attention import BACKENDS, Attention, installed_kernel, math_backward, math_forward
-from memo.head_norm import prefix_of_normed_heads
+from memo.layer_attention import HeadNorms
 from memo.ops import TORCH, rotations
 from memo.parallel.axis import Axis
 from memo.parallel.cp import attention_over_ranks, local_token_ranges
@@ -284,7 +284,7 @@ def over_normed(host, kind):
 
         def prefix_at(at, dw=dw):
             turn = rotations(at.repeat(2), D, 100.0)[:, None]
-            return prefix_of_normed_heads(prefix, TORCH, W, dw, 1e-5, turn)
+            return HeadNorms(TORCH, W, dw, 1e-5, turn).over_prefix(prefix)
         whole, mine = tensors(sum(cut), 2), positions_of(cut, axis, kind)
         *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
         with pytest.MonkeyPatch.context() as patch:

@@ -23,6 +23,7 @@ import torch
 from memo.activations import Weights
 from memo.layer import METP_ROWS
 from memo.matmul import Linear, Matmul, Part, Rows
+from memo.mlp import Mlp
 from memo.parallel.axis import Axis, Hop, T, Works
 from memo.parallel.rows import cut
 from memo.parallel.tp import bias_backward
@@ -33,102 +34,84 @@ Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when t
 
 # --- the MLP: in a ring ---
 
-class Activation(NamedTuple):
-    """What an MLP does between its matrices. forward(hidden) -> a new tensor, of one tensor (m, F/p) or two;
-    backward(d, hidden) writes the gradients of `hidden` over it, and uses d up."""
-
-    forward: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    backward: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-
-
 def row_pieces(n: int) -> list[slice]:
     """Slices of n rows, METP_ROWS in each or less."""
     return cut(0, n, most=METP_ROWS)
 
 
-def hidden_of(matmul: Matmul, x: Rows, ins: Sequence[Linear], like: torch.Tensor) -> list[torch.Tensor]:
+Parts = Mapping[str, Part]  # {parameter: a rank's part} of an MLP
+
+
+def hidden_of(matmul: Matmul, x: Rows, ins: Iterable[Linear], like: torch.Tensor) -> list[torch.Tensor]:
     """x w^T + b of several linears [(w, b or None)], with as many rows as `like`, of its dtype."""
     return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
 
-def linears(matrices: Sequence[Part]) -> tuple[list[Linear], Part]:
-    """([(w, b or None) of the linears in front of the activation], the matrix behind it) of the matrices of
-    an MLP: each bias follows its matrix."""
-    *front, last = matrices
-    ins: list[Linear] = []
-    for t in front:
-        if t.dim() == 1:
-            ins[-1] = ins[-1][0], t
-        else:
-            ins.append((t, None))
-    return ins, last
-
-
-def own_and_others(matmul: Matmul, own: Sequence[Part], visits: Visits) -> Iterator[Sequence[Part]]:
+def own_and_others(matmul: Matmul, own: Parts, visits: Visits) -> Iterator[Parts]:
     """The matrices of each rank in turn, a rank's own first. While these are used no others are, so that two
     parts may be on their way."""
+    def arrived(part: Sequence[torch.Tensor]) -> Parts:
+        return dict(zip(own, map(matmul.arrived, part, own.values()), strict=True))
     visits.post(2)
-    return chain([own], map(lambda part: [*map(matmul.arrived, part, own)], visits))
+    return chain([own], map(arrived, visits))
 
 
-def metp_mlp_forward(matmul: Matmul, own: Sequence[Part], visits: Visits, normed: Normed,
-                     activation: Activation, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out (n, C) = residual + activation(x W_in^T + b) W_out^T, where normed(r) gives rows r of x (n, C).
+def metp_mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed,
+                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out (n, C) = residual + the MLP of x without its last bias, where normed(r) gives rows r of x (n, C).
     `own`: the rank's part of the matrices, of which `visits` has what is carried. Source: METP, algorithm
     1."""
-    for matrices in own_and_others(matmul, own, visits):
-        part_forward(matmul, matrices, normed, activation, residual, out)
+    for part in own_and_others(matmul, own, visits):
+        part_forward(matmul, mlp, part, normed, residual, out)
         residual = out
-        del matrices  # before the next hop takes memory
+        del part  # before the next hop takes memory
     return out
 
 
-def part_forward(matmul: Matmul, matrices: Sequence[Part], normed: Normed, activation: Activation,
-                 residual: torch.Tensor, out: torch.Tensor) -> None:
+def part_forward(matmul: Matmul, mlp: Mlp, part: Parts, normed: Normed, residual: torch.Tensor,
+                 out: torch.Tensor) -> None:
     """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
     rows."""
-    ins, w = linears(matrices)
+    ins, (w, _) = mlp.linears(part).values(), mlp.last_linear(part)
     for r in row_pieces(len(out)):
         hidden = hidden_of(matmul, matmul.rows(normed(r)[None]), ins, like=out[r])
-        product = activation.forward(hidden)  # (m, F/p)
+        product = mlp.activated(hidden)  # (m, F/p)
         matmul.forward(matmul.rows(product[None]), w, out[r][None], residual[r][None])
         del hidden, product  # before the next piece's
 
 
-def metp_mlp_backward(matmul: Matmul, own: Sequence[Part], visits: Visits, normed: Normed,
-                      activation: Activation, dy: torch.Tensor, dws: Sequence[torch.Tensor],
-                      dx: torch.Tensor) -> Hop | None:
+def metp_mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, dy: torch.Tensor,
+                      dws: Mapping[str, torch.Tensor], dx: torch.Tensor) -> Hop | None:
     """Writes the gradient of x over dx (n, C), and adds to `dws` what the rank's rows give of those of its
     matrices. What the other ranks' rows give comes home in the Works, to be added, too. Source: METP,
     algorithm 2."""
     travelling: Hop | None = None  # gradients of the part that comes next, at last those of the own one
-    for matrices in own_and_others(matmul, own, visits):
-        first = matrices is own
-        gradients = dws if first else [*map(torch.zeros_like, dws)]
-        part_backward(matmul, matrices, gradients, normed, activation, dy, dx, write=first)
+    for part in own_and_others(matmul, own, visits):
+        first = part is own
+        gradients = dws if first else dict(zip(dws, map(torch.zeros_like, dws.values()), strict=True))
+        part_backward(matmul, mlp, part, gradients, normed, dy, dx, write=first)
         if travelling is not None:
-            add_all(gradients, travelling.wait())  # of the ranks where the part was before
+            add_all(gradients.values(), travelling.wait())  # of the ranks where the part was before
         if not first:
-            travelling = visits.axis.shift(*gradients)
-        del matrices, gradients  # before the next hop takes memory
+            travelling = visits.axis.shift(*gradients.values())
+        del part, gradients  # before the next hop takes memory
     return travelling
 
 
-def part_backward(matmul: Matmul, matrices: Sequence[Part], gradients: Sequence[torch.Tensor],
-                  normed: Normed, activation: Activation, dy: torch.Tensor, dx: torch.Tensor,
-                  write: bool) -> None:
+def part_backward(matmul: Matmul, mlp: Mlp, part: Parts, gradients: Mapping[str, torch.Tensor],
+                  normed: Normed, dy: torch.Tensor, dx: torch.Tensor, write: bool) -> None:
     """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
     matrices is computed again."""
-    (ins, w), (dins, dw) = linears(matrices), linears(gradients)
+    (ins, (w, _)), (dins, (dw, _)) = ((mlp.linears(of).values(), mlp.last_linear(of))
+                                      for of in (part, gradients))
     for r in row_pieces(len(dy)):
         x, dy_ = matmul.rows(normed(r)[None]), matmul.gradients(dy[r][None])
         hidden = hidden_of(matmul, x, ins, like=dy[r])
-        product = activation.forward(hidden)[None]
+        product = mlp.activated(hidden)[None]
         matmul.weight_gradient(dw, dy_, matmul.rows(product))
-        activation.backward(matmul.input_gradient(dy_, w, product)[0], hidden)
+        mlp.activate_backward(matmul.input_gradient(dy_, w, product)[0], hidden)
         del product, dy_
-        for i, d in enumerate(hidden):
-            (w_in, _), (dw_in, db_in) = ins[i], dins[i]
+        for i, (d, (w_in, _), (dw_in, db_in)) in enumerate(zip(hidden, ins, dins, strict=True)):
             bias_backward(d, db_in)
             d_ = matmul.gradients(d[None])
             matmul.weight_gradient(dw_in, d_, x)
@@ -136,7 +119,7 @@ def part_backward(matmul: Matmul, matrices: Sequence[Part], gradients: Sequence[
         del x, hidden, d, d_  # before the next piece's
 
 
-def add_all(sums: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
+def add_all(sums: Iterable[torch.Tensor], more: Iterable[torch.Tensor]) -> None:
     for a, b in zip(sums, more, strict=True):
         a += b
 

@@ -27,6 +27,7 @@ from memo.activations import Pieces
 from memo.attention import Attention, Merge, Result, slices_of_heads
 from memo.parallel.axis import Axis, Hop
 from memo.parallel.cp import meeting_parts, summed, to_heads, to_tokens
+from memo.parallel.visits import Visits
 
 PrefixAttention = namedtuple("PrefixAttention", "forward backward to_pieces from_pieces ranks")
 PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the tokens:
@@ -40,7 +41,7 @@ PrefixAttention.__doc__ = """Attention over a prefix on the ranks that share the
         cp.to_heads does
     from_pieces(dk, dv, k, v)
         -> k, v, over which it writes the gradients of the rank's own: any memory of their shape and dtype;
-        with norms per head (head_norm.py) `k` comes as to_pieces got it
+        with norms per head (layer_attention.py) `k` comes as to_pieces got it
     ranks
         among so many ranks the heads are dealt in the pieces
 """
@@ -174,16 +175,11 @@ def in_slices(prefix: PrefixAttention, slices: Sequence[int]) -> PrefixAttention
 
 # --- ring: queries pass, keys and values stay ---
 
-def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(rank, what it gave as `own`) of the other ranks, one after the other. `own` leaves at once; the next
     ones come while the caller computes."""
-    def come(hop: Hop) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
-        for step in range(1, axis.size):
-            here = hop.wait()
-            if step < axis.size - 1:
-                hop = axis.shift(*here)
-            yield (axis.rank - step) % axis.size, here
-    return come(axis.shift(*(t.contiguous() for t in own)))
+    visits = Visits(axis, *(t.contiguous() for t in own))
+    return (((axis.rank - step) % axis.size, here) for step, here in enumerate(visits, 1))
 
 
 def passing_forward(attention: Attention, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
@@ -252,18 +248,10 @@ def dealt_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torc
     return to_tokens(axis, dq.to(q.dtype))
 
 
-def exchanged(axis: Axis, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return to_heads(axis, k), to_heads(axis, v)
-
-
 def exchanged_back(axis: Axis, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
                    v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for g, t in ((dk, k), (dv, v)):
         t.copy_(summed(to_tokens(axis, g.to(t.dtype)), t.shape[2]))
-    return k, v
-
-
-def at_home(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
@@ -275,12 +263,14 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
 def over_prefix(attention: Attention, axis: Axis, kind: str, merge: Merge) -> PrefixAttention:
     """`attention`, of one rank, over a prefix whose tokens all ranks of `axis` share. `kind`: ring or
     ulysses; `merge`: that of an ops.Ops."""
+    here = (lambda k, v: (k, v)), rounded, 1  # pieces hold what the rank makes
     if axis.size == 1:
         return PrefixAttention(partial(pieces_forward, attention, merge), partial(pieces_backward, attention),
-                               at_home, rounded, 1)
+                               *here)
     if kind == "ring":
         return PrefixAttention(partial(passing_forward, attention, axis, merge),
-                               partial(passing_backward, attention, axis), at_home, rounded, 1)
+                               partial(passing_backward, attention, axis), *here)
     return PrefixAttention(partial(dealt_forward, attention, axis, merge),
-                           partial(dealt_backward, attention, axis), partial(exchanged, axis),
+                           partial(dealt_backward, attention, axis),
+                           lambda k, v: (to_heads(axis, k), to_heads(axis, v)),
                            partial(exchanged_back, axis), axis.size)

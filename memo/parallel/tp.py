@@ -15,12 +15,12 @@ rows are under way at once: the messages of one travel while the other computes.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from memo.layer import Parameter
-from memo.matmul import Matmul, Rows
+from memo.matmul import Linear, Matmul, Rows
 from memo.parallel.axis import Axis, Works
 from memo.parallel.rows import chunks, cut
 
@@ -78,28 +78,27 @@ def column_linear_forward(matmul: Matmul, x: Rows, w: torch.Tensor, b: torch.Ten
     return out
 
 
-def column_linear_backward(matmul: Matmul, axis: Axis, dys: list[torch.Tensor], x: Rows,
-                           ws: list[torch.Tensor], dws: list[torch.Tensor],
-                           dbs: list[torch.Tensor | None]) -> Works[torch.Tensor]:
-    """dx = sum of dy w over several linears of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n, I). Uses
-    x up."""
+def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
+                           linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:
+    """dx = sum of dy w over several linears (w, b) of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n,
+    I). `gradients`: (dw, db) of each, which it adds to. Uses x up."""
     x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
-    for dy, dy_, dw, db in zip(dys, taken, dws, dbs, strict=True):
+    for dy, dy_, (dw, db) in zip(dys, taken, gradients, strict=True):
         bias_backward(dy.flatten(0, 1), db)
         matmul.weight_gradient(dw, dy_, x)
     dx = matmul.place(x, dys[0])
-    for i, (dy_, w) in enumerate(zip(taken, ws, strict=True)):
+    for i, (dy_, (w, _)) in enumerate(zip(taken, linears, strict=True)):
         matmul.input_gradient(dy_, w, dx, add=i > 0)
     return axis.start_scatter_sum(dx)
 
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Rows, w: torch.Tensor,
-                       b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: a tensor, or whatever makes rows r of one as x[r]."""
+def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
+                       w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: what gives rows r of the input as x(r)."""
     def piece(r: slice) -> Iterator[None]:
-        x_ = matmul.rows(x[r].transpose(0, 1))
+        x_ = matmul.rows(x(r).transpose(0, 1))
         if axis.size == 1:
             matmul.forward(x_, w, out[r][None], residual[r][None])
         else:
