@@ -9,7 +9,7 @@ from math import inf
 
 from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
-from memo.config import Config
+from memo.config import Config, as_keys
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, again, chosen, estimate, untimed
@@ -32,9 +32,10 @@ Suits = Callable[[Estimate], bool]
 
 
 def config_with(cfg: Config, **keys: Value) -> Config | None:
-    """The config with other keys; None where these cannot be."""
+    """Changes keys of a config; None where these cannot be. Of a Layout a Config is left where they are
+    auto."""
     try:
-        return replace(cfg, **keys)
+        return Config(**as_keys(cfg) | keys) if "auto" in keys.values() else replace(cfg, **keys)
     except ConfigError:
         return None
 
