@@ -14,6 +14,7 @@ import torch
 import train
 from memo.bubbles import StageFacts, micro_batch_s
 from memo.choose import with_stages
+from memo.config import Config
 from memo.decide import Rates, Room
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, report, search
@@ -428,7 +429,7 @@ def test_the_stages_of_a_run_agree(dataset, tmp_path, swaps):
     (dict(pp=4, subsequences=2), "at least pp=4 subsequences, not 2 .*; try --subsequences=4")])
 def test_bad_input(keys, message):
     with pytest.raises(ConfigError, match=message) as e:
-        with_stages(Layout(**keys, msp=True), world=2)
+        with_stages(Config(**keys, msp=True), world=2)
     assert "\n" not in str(e.value)
 
 
