@@ -50,7 +50,7 @@ from memo.rope import parse_scaling, scaled
 from memo.schedule.execute import Work
 from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
-from memo.schedule.streams import Streams, settle
+from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.subsequences import slice_lengths
@@ -121,6 +121,7 @@ class GPT:
         self.swap: Any = None  # and their Swap
         self.loaded = list(self.bucket_params)  # to where load() copies each bucket
         self.states = states_of(cfg, mesh.replicas.size, self.micro_batches)
+        self.complete = False  # whether the last backward has sent all gradients away
         # from which parameters come: the optimizer, or without one host memory
         self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
         self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
@@ -157,6 +158,7 @@ class GPT:
         """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
         every layer keeps its own on the device. `streams`, `pin`: see Swap."""
         cfg, tp = self.cfg, self.mesh.weights
+        self.settle()  # an error of a step under way is not to be lost
         self.close()  # free the old before taking the new
         placement = placement or all_kept(cfg, B, T)
         # parameters of all layers are equally long, in all stages
@@ -256,6 +258,7 @@ class GPT:
         """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch, those
         of each bucket leave for the optimizer as soon as they are complete. Where the device has all of the
         stream, `swap.x[0]` is then the gradient of the first layer's input."""
+        self.complete = last
         self.follow(self.swap.passes.last_backward if last else self.swap.passes.backward)
 
     def follow(self, steps: Schedule, head: Callable[[int, torch.Tensor], None] | None = None) -> None:
@@ -264,10 +267,10 @@ class GPT:
         self.swap.executor.run(steps, partial(self.work_of, head=head))
 
     def settle(self) -> None:
-        """Holds the device, and on the host the caller, until all that was launched is done. Errors: what
-        went wrong in it."""
+        """Holds the device, and on the host the caller, until the optimizer's last step is done, here and on
+        its way to all ranks. Errors: what went wrong in it."""
         if self.swap is not None:
-            settle(self.swap.streams)
+            self.swap.executor.settle(self.swap.passes.update)
 
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> Work:
         """Finds what a step does. `head`: see follow()."""
@@ -276,7 +279,7 @@ class GPT:
         if step.of_states:
             assert self.source is not None
             call, *arguments = self.source.work_of(step)
-            # clip and update are segments of the memory plan as a whole
+            # what computes has no label: clip and update are in no timeline, where steps are compared
             return Work("" if step.computes else self.swap.label(step), call, (*arguments,))
         if not step.computes:
             return self.swap.copy_of(step)

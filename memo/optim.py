@@ -259,10 +259,10 @@ class Optimizer:
             case Op.CLIP, _:
                 return self.take_norm, self.max_norm
             case Op.ADAMW, _:
-                return self.step_bucket, k, self.lr, self.scale
+                return self.step_bucket, k, self.lr, self.scale if self.max_norm > 0 else None
             case Op.HOST_ADAMW, _:
                 assert self.staging is not None
-                return self.step_bucket, k, self.lr, self.staging.scale[0]
+                return self.step_bucket, k, self.lr, self.staging.scale[0] if self.max_norm > 0 else None
         raise ValueError(f"{step} is not the optimizer's")
 
     def start_sum(self, k: int) -> Works:
@@ -323,10 +323,12 @@ class Optimizer:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
         most `max_norm` (0: leaves them)."""
+        states = self.model.states
+        assert self.model.complete or not (states.reduces or states.on_host), "backward(last=True) is missing"
         self.max_norm = max_norm
         self.model.follow(self.model.swap.passes.clip)
         self.left.clear()
-        return self.norm
+        return self.norm.clone()
 
     def take_norm(self, max_norm: float) -> None:
         """Makes `norm` that of all gradients, and `scale` what they are to be divided by."""
@@ -350,15 +352,15 @@ class Optimizer:
         self.lr = lr
         self.model.follow(self.model.swap.passes.update)
 
-    def step_bucket(self, k: int, lr: float, scale: torch.Tensor) -> None:
+    def step_bucket(self, k: int, lr: float, scale: torch.Tensor | None) -> None:
         """Takes the step of bucket k. `scale`: what its gradients are divided by, where they are clipped."""
         cfg = self.cfg
         for r, decays in self.decays[k]:
             g = self.within_bucket(self.sums, k, r)
             w, m, v = (t[r.shard] for t in self.states().values())
             adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
-                       cfg.weight_decay if decays else 0.0, scale if self.max_norm > 0 else None)
-        self.steps += k == len(self.own) - 1  # the last one
+                       cfg.weight_decay if decays else 0.0, scale)
+        self.steps += k - 1 == self.model.states.in_order[-1]  # the last one
         self.put(k)
         if self.staging is None and k not in self.coming:
             self.model.bucket_grads[k].zero_()

@@ -53,6 +53,7 @@ class Model(Protocol):
     bucket_grads: list[torch.Tensor]
     loaded: list[torch.Tensor]
     states: States
+    complete: bool
     source: Source | None
     arena: Arena | NoArena
     shape: tuple[int, int]

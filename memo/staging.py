@@ -71,7 +71,7 @@ class Staging:
         self.slab = HostSlab(self.nbytes, model.device, pin)
         floats = self.slab.bytes[:4 * (numel + 1)].view(torch.float32)
         self.grads, self.scale = floats.split((numel, 1))
-        self.apart = self.nbytes > floats.nbytes  # whether weights have places of their own
+        self.apart = model.states.apart
 
     def pairs(self, place: int, t: torch.Tensor) -> Pairs:
         """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy

@@ -46,6 +46,7 @@ def touched(step, states):
     match kind:
         case "embedding" | "forward" | "embedding backward" | "backward" | "head":
             of = {"embedding": [-1], "embedding backward": [-1], "head": [L, -1]}.get(kind, [layer])
+            of = of[:1] if -1 in states.come else of  # then the head's matrix is not the embedding's
             adds = [gradients(j) for j in of if kind == "head" or kind.endswith("backward")]
             return [weights(j) for j in of if kind != "embedding backward"], adds
         case "reduce weight gradients":

@@ -32,7 +32,8 @@ from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 
 class Memory:
     """The places of a stage, and which step touches which. `states`: where parameters and gradients of layers
-    that stay are; None leaves them out, since within a pass the compute stream alone touches them."""
+    that stay are; None leaves them out, since until gradients are complete the compute stream alone touches
+    them."""
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool,
                  states: States | None = None) -> None:
@@ -114,7 +115,7 @@ class Memory:
                 return self.with_helped(Place(Region.SUMS, unit), Region.SUMS_ROWS, unit, rows)
             case Content.LOAN if unit in self.turn:
                 return [self.keys(unit)]
-        # the layer's parameters need no place: nobody writes them meanwhile
+        # the layer's parameters: layers_of() has them
         one = Content.KEYS if content is Content.LOAN else Content.SUMS
         return [place for x in range(unit.subsequence)
                 for place in self.places(Part(one, Unit(unit.layer, x)))]
@@ -239,7 +240,8 @@ class Memory:
         if step.unit in self.turn or step.op is Op.ZERO or not (
                 step.computes or (step.op, step.moved) == (Op.SEND, Moved.LOAN)):
             return ()
-        ends = {Op.EMBED: (EMBEDDING,), Op.EMBED_BACKWARD: (EMBEDDING,), Op.HEAD: (self.layers, EMBEDDING)}
+        heads = (self.layers,) if EMBEDDING in self.come else (self.layers, EMBEDDING)
+        ends = {Op.EMBED: (EMBEDDING,), Op.EMBED_BACKWARD: (EMBEDDING,), Op.HEAD: heads}
         layers = ends.get(step.op, (step.unit.layer,))
         return layers if self.states else [layer for layer in layers[:1] if layer in self.come]
 

@@ -35,6 +35,13 @@ class Executor:
                         for earlier, place in waits.items()}
         self.events = {step: Event(self.label(step), wait_kind(step)) for _, step in self.reasons}
 
+    def settle(self, steps: Schedule) -> None:
+        """Holds compute, and on the host the caller, until those of the steps that others wait for are done,
+        as they were launched last. Errors: what went wrong until then in their streams."""
+        for step in steps:
+            if step in self.events:
+                self.streams.compute.hold(self.events[step])
+
     def run(self, steps: Schedule, work_of: Callable[[Step], Work]) -> None:
         """Launches the steps. work_of(step): what it does."""
         for step, waits in steps.items():

@@ -344,5 +344,6 @@ class Program:
         return Step(Op.PREFETCH, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
 
     def next_sums(self, layer: int) -> Iterator[Step]:
+        """Yields the coming of those sums of the layer that takes over the place of one that has left."""
         if layer - LAYER_PLACES in self.come:
             yield self.sums(layer - LAYER_PLACES)

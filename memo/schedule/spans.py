@@ -46,8 +46,8 @@ def stall_s(spans: Iterable[Span]) -> float:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Seconds that the compute stream computed, or waited for a copy."""
-    return spent_s(spans, "launch", "wait")
+    """Seconds that the compute stream computed, or waited for a copy, or for ranks that hold the same."""
+    return spent_s(spans, "launch", "wait", "ranks")
 
 
 def length_s(spans: Iterable[Span]) -> float:

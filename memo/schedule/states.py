@@ -25,12 +25,12 @@ ADDS = Op.EMBED_BACKWARD, Op.BACKWARD, Op.ADD  # to gradients; the head does so 
 
 @dataclass(frozen=True)
 class States:
-    """Says where a stage's gradients and parameters are between two passes.
+    """Says where a stage's gradients and parameters are while no pass needs them.
 
     `come`: the layers that are on the device only while they are needed; `in_turns`: of the others those
     whose gradients have two places in turns. `reduces`: whether several ranks hold the same parameters.
-    `on_host`: whether the optimizer is; `apart`: whether new parameters have places of their own there, which
-    gradients do not take.
+    `on_host`: whether the optimizer is; `apart`: whether new parameters have places of their own on the host,
+    which gradients do not take.
     """
 
     layers: int
@@ -49,6 +49,12 @@ class States:
     def stay(self) -> list[int]:
         """Lists the layers that do not come."""
         return [layer for layer in self.every if layer not in self.come]
+
+    @property
+    def in_order(self) -> list[int]:
+        """Lists all layers in the order of their steps: first those whose parameters the host itself sends on
+        when they are new, which so waits for no others."""
+        return [*self.stay, *self.come]
 
     def layer_of(self, step: Step) -> int:
         """Finds the layer whose parameters a step of the stage's own uses."""
@@ -91,17 +97,18 @@ class States:
         """Yields the steps from complete gradients to new parameters."""
         yield Step(Op.CLIP, Unit(0, 0))
         if not self.on_host:
-            for layer in self.every:
+            for layer in self.in_order:
                 yield Step(Op.ADAMW, Unit(layer, 0))
                 yield from self.gather(layer)
             return
         yield Step(Op.OFFLOAD, Unit(0, 0), Moved.SCALE)
-        for layer in self.every:
+        for layer in self.in_order:
             yield Step(Op.HOST_ADAMW, Unit(layer, 0), Moved.WEIGHTS)
         for layer in self.stay:  # the host may wait for each
             yield Step(Op.PREFETCH, Unit(layer, 0), Moved.WEIGHTS)
             yield from self.gather(layer)
 
     def gather(self, layer: int) -> Iterator[Step]:
+        """Yields the sending of a layer's new parameters to all ranks that hold them."""
         if self.reduces and layer not in self.come:
             yield Step(Op.GATHER, Unit(layer, 0), Moved.WEIGHTS)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """What a step does. ADD: a home adds what a helper has repaid. The last six: memo/schedule/states.py."""
+    """What a step does. ADD: a home adds what a helper has repaid. The last five: memo/schedule/states.py."""
 
     EMBED = "embedding"
     FORWARD = "forward"

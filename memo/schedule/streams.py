@@ -4,8 +4,8 @@ another one back until it is reached. On the CPU a stream is a worker thread, or
 The stream of messages among ranks ends its work when a library says so; on the CPU the caller starts each.
 The optimizer's, where that is on the host, is a thread beside a GPU too.
 
-Every launch and every wait leaves a span in the streams' Timeline: that is where stalls are read and pictures
-come from.
+Launches that have a label, and waits, leave spans in the streams' Timeline: that is where stalls are read and
+pictures come from.
 """
 
 import threading
@@ -64,8 +64,10 @@ class Timeline:
         return len(spans), done, spans[done][2] if done >= 0 else ""
 
     def take(self) -> list[Span]:
-        """[Span] since the last call. Everything launched must be done: call it at the step boundary."""
+        """[Span] since the last call, when they have ended."""
         spans, self.spans = self.spans, []
+        for *_, behind in spans:
+            behind.wait()  # what is sent last nobody has waited for
         return [Span(stream, kind, label, *(mark.seconds_since(spans[0][3]) for mark in (before, behind)))
                 for stream, kind, label, before, behind in spans]
 
@@ -238,16 +240,22 @@ class WorksMark:
     def __init__(self, works: Works[torch.Tensor], before: Iterable["WorksMark"]) -> None:
         self.works: Works[torch.Tensor] | None = works  # None: somebody has waited for them
         self.lock = threading.Lock()
+        self.error: RuntimeError | None = None
         self.before = [mark for mark in before if mark.works]
 
     def wait(self) -> None:
-        """Returns when all have ended."""
+        """Returns when all have ended. Errors: what a library raised."""
         for mark in self.before:
             mark.wait()
         with self.lock:  # once: gloo brings a sum in wait(), and a second one would bring it again
-            if self.works is not None:
-                self.works.wait()
-            self.works, self.before = None, []
+            works, self.works, self.before = self.works, None, []
+            try:
+                if works is not None:
+                    works.wait()
+            except RuntimeError as e:
+                self.error = e
+        if self.error is not None:
+            raise self.error
 
 
 class CpuMessages:
@@ -257,10 +265,11 @@ class CpuMessages:
     def __init__(self) -> None:
         self.newest: WorksMark | None = None
 
-    def launch(self, label: str, work: Callable[..., Works[torch.Tensor]], *args: object) -> None:
-        """Starts the messages of work(*args)."""
-        before = [self.newest, *self.newest.before] if self.newest else []
-        self.newest = WorksMark(work(*args), before)
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
+        """Starts the messages of work(*args), which gives Works; they leave no span."""
+        before, works = [self.newest, *self.newest.before] if self.newest else [], work(*args)
+        assert isinstance(works, Works)
+        self.newest = WorksMark(works, before)
 
     def record(self, event: Event) -> None:
         event.mark = self.newest
@@ -296,7 +305,8 @@ class Streams(NamedTuple):
     lanes: Mapping[str, Stream] = MappingProxyType({})
 
 
-def stream_named(streams: Streams, name: str) -> Stream:
+def stream_named(streams: Streams, name: str) -> Stream | CpuMessages:
+    """Finds a stream by its name."""
     return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
 
 
@@ -305,14 +315,6 @@ def beside_compute(streams: Streams) -> list[Stream | CpuMessages]:
     others = (streams.offload, streams.prefetch, streams.send, streams.receive, streams.replicas,
               streams.optimizer, *streams.lanes.values())
     return [stream for stream in others if stream is not None]
-
-
-def settle(streams: Streams) -> None:
-    """Holds compute until all that was launched is done. Errors: what went wrong in it."""
-    end = Event("all")
-    for stream in beside_compute(streams):
-        stream.record(end)
-        streams.compute.hold(end)
 
 
 def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:

@@ -180,7 +180,9 @@ def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: 
     train, evaluation = ([*steps] for steps in orders or [program(*case) for case in cases])
     training, evaluating = (Memory(*case, states) for case in cases)
     last, update = [*states.with_reductions(train, subsequences)], [*states.update()]
+    early = [*states.with_sums(train)]  # of the micro batches before the last one
     made = [(last, training), (update, training)] * trains + [(evaluation, evaluating)]
+    made += [(early, training)] * (trains and len(early) < len(last))
     before: list[Left] = []
     for steps, memory in made:
         waiting = Waiting(memory)
@@ -196,7 +198,7 @@ def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: 
     if not trains:
         return Passes(tested)
     ended = schedule_of(last, training)
-    earlier = ended if len(last) == len(train) else schedule_of(states.with_sums(train), training)
-    clip, *rest = schedule_of(update, training, before[:1]).items()
+    earlier = ended if len(early) == len(last) else schedule_of(early, training)
+    clip, *rest = schedule_of(update, training, before[:1]).items()  # which follow the last pass at once
     return Passes(tested, part(ended, False), part(earlier, True), part(ended, True), dict([clip]),
                   dict(rest))

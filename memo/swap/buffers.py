@@ -147,7 +147,9 @@ class Swap:
         self.executor.expect(passes)
 
     def label(self, step: Step) -> str:
-        if step.of_states and step.moved is not Moved.SCALE:  # of a layer, or what counts as one
+        if step.op is Op.CLIP or step.moved is Moved.SCALE:  # of no unit
+            return step.kind
+        if step.of_states:  # of a layer, or what counts as one
             ends = {EMBEDDING: "of the embedding", self.placement.n_layer: "of the head"}
             return f"{step.kind} {ends.get(step.unit.layer, step.unit.layer)}"
         return f"{step.kind} {self.name(step.unit)}"
