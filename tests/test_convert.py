@@ -44,7 +44,7 @@ def config(folder):
 
 def memo_gpt(out_dir):
     ckpt = checkpoint.load(out_dir)
-    model = GPT(Layout(**ckpt.config), "cpu", torch.float32)
+    model = GPT(Layout.of(Config(**ckpt.config)), "cpu", torch.float32)
     checkpoint.restore(ckpt, model)
     return model
 
