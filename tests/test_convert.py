@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 import model as memo_model
 from memo import checkpoint, convert, weights
 from memo.command import run
+from memo.config import Config
 from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.huggingface import model_keys
