@@ -2,19 +2,14 @@
 decay on matrices only, one global norm.
 
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
-piece of each bucket:
-
-    backward    as soon as a bucket's gradients are complete they are summed over the ranks, a piece to each;
-                pieces of a matrix that two stages of a pipeline hold are then summed over both
-    clip        gradients of parameters that all tp ranks hold cover local tokens only: they are summed over
-                tp; then one global norm
-    step        AdamW on the pieces, bucket by bucket; each goes to all ranks while the next is worked on
-    forward     waits for a bucket where it is first needed
+piece of each bucket. What happens when is memo/schedule/states.py's to say; Optimizer.work_of does its steps.
+Two sums come beside those over the replicas: pieces of a matrix that two stages of a pipeline hold are summed
+over both; gradients of parameters that all tp ranks hold cover local tokens only, and are summed over tp.
 
 With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded the sums
 of a layer's gradients are kept in pieces, and its parameters are made of the master weights whenever they are
 needed; with states=host both go to the host, and come from there. So the bucket of a layer has no place of
-its own on the device: see memo/schedule/program.py, and Optimizer.work_of, which does these steps.
+its own on the device: see memo/schedule/program.py.
 Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
@@ -377,7 +372,8 @@ class Optimizer:
         """Makes the model's parameters those of the master weights."""
         for k in range(len(self.own)):
             self.put(k)
-            if self.staging is not None and k not in self.coming:
+            if k in self.coming:
+                continue
+            if self.staging is not None:
                 self.bring_weights(k)
-            if k not in self.coming:
-                self.start_gather(k).wait()
+            self.start_gather(k).wait()

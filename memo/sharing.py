@@ -175,7 +175,7 @@ def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
     """The facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1)
-    taken = sum(shared_regions(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).values())
+    taken = sum(shared_regions(Sizes(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1))).values())
     if not facts.room.cpu:
         taken += lane_bytes(p)
     room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)

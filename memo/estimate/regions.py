@@ -21,7 +21,7 @@ from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import LANES, Layout, n_communicators
 from memo.swap.alpha import SwapPlan
 from memo.swap.placement import Placement
-from memo.swap.sizes import shared_regions
+from memo.swap.sizes import Sizes, shared_regions
 
 
 class Line(NamedTuple):
@@ -120,7 +120,7 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
              "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors), p.keys_bytes(tensors)
     if p.guests or p.lent:
-        regions |= shared_regions(p, tensors, layer_numel(cfg, data))
+        regions |= shared_regions(Sizes(p, tensors, layer_numel(cfg, data)))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),

@@ -5,8 +5,7 @@ What is read and then written over, or added to, stands among the writes alone: 
 writer and for all readers since. Memory that only the compute stream touches needs no place.
 
 A copy or a message moves parts of what units have, the same at both ends. It touches the places where these
-lie, and a helper's messages some more, which they guard. Bytes of parts: memo/swap/sizes.py; their tensors:
-memo/swap/buffers.py.
+lie. Bytes of parts: memo/swap/sizes.py; their tensors: memo/swap/buffers.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from memo.schedule.program import (
     STREAM_PLACES,
     SWEEP_PLACES,
     Fates,
+    layer_of,
     streamed_units,
     swept_inputs,
     units_in_order,
@@ -39,10 +39,10 @@ class Memory:
                  states: States | None = None) -> None:
         # loans would have to wait for layers that come
         assert not (fates.layers_come and (fates.guests or fates.lent))
-        self.states = states
         self.fates = f = fates
         self.layers, self.subsequences, self.trains = layers, subsequences, trains
         self.come, self.by_layer = f.coming(layers), order == "layer"
+        self.states, self.all_count = states or States(layers, self.come), states is not None
         self.several = subsequences > 1
         self.in_turns = f.stream != "whole" and self.several
         self.units = units_in_order(layers, subsequences, order, f.guests)
@@ -225,7 +225,7 @@ class Memory:
             touched = COMPUTES[step.op](self, step.unit)
         else:
             touched = self.of_parts(step)
-        for layer in self.layers_of(step) if self.states or self.come else ():
+        for layer in self.layers_of(step) if self.all_count or self.come else ():
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))
             if step.op in ADDS or (step.op is Op.HEAD and self.trains):
@@ -235,26 +235,26 @@ class Memory:
     # --- parameters, gradients and the optimizer's states, layer by layer ---
 
     def layers_of(self, step: Step) -> Sequence[int]:
-        """Lists the layers whose parameters a step reads, or to whose gradients it adds. The head's matrix
-        may be the embedding's."""
+        """Lists the layers whose parameters a step reads, or to whose gradients it adds, as far as their
+        places count. The head's matrix may be the embedding's."""
         if step.unit in self.turn or step.op is Op.ZERO or not (
                 step.computes or (step.op, step.moved) == (Op.SEND, Moved.LOAN)):
             return ()
-        heads = (self.layers,) if EMBEDDING in self.come else (self.layers, EMBEDDING)
-        ends = {Op.EMBED: (EMBEDDING,), Op.EMBED_BACKWARD: (EMBEDDING,), Op.HEAD: heads}
-        layers = ends.get(step.op, (step.unit.layer,))
-        return layers if self.states else [layer for layer in layers[:1] if layer in self.come]
+        layer = layer_of(step, self.layers)
+        if not self.all_count:
+            return (layer,) * (layer in self.come)
+        return (layer, EMBEDDING) if step.op is Op.HEAD and EMBEDDING not in self.come else (layer,)
 
     def weights(self, layer: int) -> Place:
         return Place(Region.WEIGHTS, (layer % LAYER_PLACES if layer in self.come else layer,))
 
     def gradients(self, layer: int) -> Place:
-        turns = layer in self.come or (self.states is not None and layer in self.states.in_turns)
+        turns = layer in self.come or layer in self.states.in_turns
         return Place(Region.WEIGHT_GRADIENTS, (layer % LAYER_PLACES if turns else layer,))
 
     def masters(self, layer: int) -> Place:
         """Where new parameters lie before they come to the device: on the host over the gradients."""
-        over = self.states is not None and self.states.on_host and not self.states.apart
+        over = self.states.on_host and not self.states.apart
         return Place(Region.SUMS_OF_PASSES if over else Region.MASTERS, (layer,))
 
     def of_states(self, step: Step) -> Access:
@@ -272,7 +272,6 @@ class Memory:
                 return Access([], [gradients])
             case Op.GATHER, _:
                 return Access([], [weights])
-        assert self.states is not None
         scale, stay = Place(Region.SCALE, (0,)), self.states.stay
         every = [Place(Region.SUMS_OF_PASSES, (layer,)) for layer in self.states.every]
         match step.op:

@@ -105,6 +105,12 @@ def coming(layers: int, layers_come: bool, edges_come: bool) -> range:
     return range(-edges, layers + edges) if layers_come else range(0)
 
 
+def layer_of(step: Step, layers: int) -> int:
+    """Finds the layer whose parameters a step uses, of `layers`."""
+    ends = {Op.EMBED: EMBEDDING, Op.EMBED_BACKWARD: EMBEDDING, Op.HEAD: layers}
+    return ends.get(step.op, step.unit.layer)
+
+
 def units_in_order(layers: int, subsequences: int = 1, order: str = "layer",
                    guests: Shares = ()) -> list[Unit]:
     """Lists the units in the order of the forward: layer by layer, or subsequence by subsequence; those of

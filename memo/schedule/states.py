@@ -17,7 +17,7 @@ Source: ZeRO (arXiv 1910.02054), stage 1; ZeRO-Offload (arXiv 2101.06840).
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from memo.schedule.program import EMBEDDING
+from memo.schedule.program import EMBEDDING, layer_of
 from memo.schedule.step import Moved, Op, Step, Unit
 
 ADDS = Op.EMBED_BACKWARD, Op.BACKWARD, Op.ADD  # to gradients; the head does so in the forward
@@ -56,16 +56,13 @@ class States:
         when they are new, which so waits for no others."""
         return [*self.stay, *self.come]
 
-    def layer_of(self, step: Step) -> int:
-        """Finds the layer whose parameters a step of the stage's own uses."""
-        ends = {Op.EMBED: EMBEDDING, Op.EMBED_BACKWARD: EMBEDDING, Op.HEAD: self.layers}
-        return ends.get(step.op, step.unit.layer)
-
     def leave(self, layer: int) -> Iterator[Step]:
         """Yields what becomes of the gradients of a layer that does not come, when they are complete."""
-        if layer not in self.come and self.reduces:
+        if layer in self.come:
+            return
+        if self.reduces:
             yield Step(Op.REDUCE, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
-        if layer not in self.come and self.on_host:
+        if self.on_host:
             yield Step(Op.OFFLOAD, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
 
     def with_sums(self, steps: Iterable[Step]) -> Iterator[Step]:
@@ -79,15 +76,16 @@ class States:
         """Yields the steps of a training step's last pass, and those by which its gradients leave: late,
         before the next one that computes, so that copies of activations are launched, and start, first."""
         steps = [*self.with_sums(steps)]
-        last = {self.layer_of(step): step for step in steps if step.op in ADDS and (
+        last = {layer_of(step, self.layers): step for step in steps if step.op in ADDS and (
             step.op is Op.ADD or step.unit.subsequence < subsequences)}  # no guest's
         complete = [self.layers]  # the head's, which the forward has left
         for step in steps:
             while step.back and step.computes and complete:
                 yield from self.leave(complete.pop())
             yield step
-            if last.get(self.layer_of(step)) is step:
-                complete.append(self.layer_of(step))
+            layer = layer_of(step, self.layers)
+            if last.get(layer) is step:
+                complete.append(layer)
         if EMBEDDING not in last:  # nothing, or the head's matrix: as in the first stage it is the last
             complete.insert(0, EMBEDDING)
         for layer in reversed(complete):

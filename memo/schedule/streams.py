@@ -97,10 +97,10 @@ class CudaStream:
 
     def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
         """Queues work(*args). Without a label it leaves no span."""
-        before = CudaMark(self.stream)
+        before = CudaMark(self.stream) if label else None
         with torch.cuda.stream(self.stream):
             self.start(work, *args)
-        if label:
+        if before is not None:
             self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
 
     @staticmethod

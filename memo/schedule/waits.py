@@ -49,9 +49,9 @@ def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "lay
                       Memory(fates, layers, subsequences, order, trains))
 
 
-def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
-    """Derives what each step of a pass waits for within it."""
-    return dict(Waiting(memory).of(steps))
+def with_waits(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = ()) -> Schedule:
+    """Derives what each step of a pass waits for: within it, and of passes that leave what is `before`."""
+    return dict(Waiting(memory, before).of(steps))
 
 
 class Waiting:
@@ -169,6 +169,7 @@ class Passes(NamedTuple):
     update: Schedule = {}
 
     def compute_only(self) -> "Passes":
+        """Leaves the steps of all other streams out."""
         return Passes(*map(compute_only, self))
 
 
@@ -179,26 +180,24 @@ def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: 
     cases = [(fates.of(subsequences, way), layers, subsequences, order, way) for way in (True, False)]
     train, evaluation = ([*steps] for steps in orders or [program(*case) for case in cases])
     training, evaluating = (Memory(*case, states) for case in cases)
-    last, update = [*states.with_reductions(train, subsequences)], [*states.update()]
-    early = [*states.with_sums(train)]  # of the micro batches before the last one
-    made = [(last, training), (update, training)] * trains + [(evaluation, evaluating)]
-    made += [(early, training)] * (trains and len(early) < len(last))
+    made = [(evaluation, evaluating)]
+    if trains:
+        last, update = [*states.with_reductions(train, subsequences)], [*states.update()]
+        early = [*states.with_sums(train)]  # of the micro batches before the last one
+        made += [(last, training), (update, training)] + [(early, training)] * (len(early) < len(last))
     before: list[Left] = []
     for steps, memory in made:
         waiting = Waiting(memory)
         deque(waiting.of(steps), maxlen=0)
         before.append(waiting.left())
-
-    def schedule_of(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = before) -> Schedule:
-        return dict(Waiting(memory, before).of(steps))
+    tested = with_waits(evaluation, evaluating, before)
+    if not trains:
+        return Passes(tested)
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
-    tested = schedule_of(evaluation, evaluating)
-    if not trains:
-        return Passes(tested)
-    ended = schedule_of(last, training)
-    earlier = ended if len(early) == len(last) else schedule_of(early, training)
-    clip, *rest = schedule_of(update, training, before[:1]).items()  # which follow the last pass at once
-    return Passes(tested, part(ended, False), part(earlier, True), part(ended, True), dict([clip]),
-                  dict(rest))
+    ended = with_waits(last, training, before)
+    last_backward = part(ended, True)
+    backward = last_backward if len(early) == len(last) else part(with_waits(early, training, before), True)
+    clip, *rest = with_waits(update, training, before[1:2]).items()  # which follow the last pass at once
+    return Passes(tested, part(ended, False), backward, last_backward, dict([clip]), dict(rest))

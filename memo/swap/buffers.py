@@ -63,7 +63,7 @@ class Swap:
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
         numel = len(params[0]) if params else 0
         self.params, self.sizes = params, Sizes(p, tensors, numel)
-        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(p, tensors, numel)
+        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(self.sizes)
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
@@ -179,10 +179,10 @@ class Swap:
         if content in (Content.LOAN, Content.REPAID):
             lending = self.lending
             assert lending is not None  # it moves with MSP alone
-            if content is Content.LOAN:
-                params = lending.weights[lending.turn[unit]] if guest else self.params[unit.layer]
-                return [params, *flat(before)]
-            return [*([lending.gradients[lending.turn[unit]]] if guest else []), *flat(before)]
+            if guest:  # which has places of its own for them
+                of_layer = lending.weights if content is Content.LOAN else lending.gradients
+                return [of_layer[lending.turn[unit]], *flat(before)]
+            return [*[self.params[unit.layer]] * (content is Content.LOAN), *flat(before)]
         if rows is None:
             return [*last]
         return [sequence for t in of_rows(last, rows, self.key_shape[0]) for sequence in t]

@@ -73,10 +73,10 @@ def repaid_rows(placement: Placement) -> dict[int, int]:
     return rows
 
 
-def shared_regions(placement: Placement, tensors: dict[str, Tensor], numel: int) -> dict[str, int]:
-    """{region: bytes on the device}: as a helper two places for weights, for keys and values, and for
-    gradients of both; as a home one for what each helper repays. Arguments as for Sizes."""
-    p, sizes = placement, Sizes(placement, tensors, numel)
+def shared_regions(sizes: Sizes) -> dict[str, int]:
+    """Counts the bytes of regions on the device: as a helper two places for weights, for keys and values, and
+    for gradients of both; as a home one for what each helper repays."""
+    p = sizes.placement
     weights, gradients = sizes.layer_bytes.values()
     keys, sums = (sizes.row_bytes[content] for content in (Content.KEYS, Content.SUMS))
     found = {"guest_weights": HELPER_PLACES * weights * bool(p.guests),
