@@ -86,7 +86,7 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
     # states come of embedding and head, too
     there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): sum(runs)}
     times = times_of(schedule(fates, len(like), subsequences, order),
-                     lambda step: seconds(step._replace(unit=Unit(there[step.unit[0]], step.unit[1]))))
+                     lambda step: seconds(Step(step.op, Unit(there[step.unit[0]], step.unit[1]), *step[2:])))
     found = totals(times, len(like), subsequences)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:

@@ -3,6 +3,7 @@ step touches which: memo/schedule/access.py. No torch.
 """
 
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 from memo.schedule.step import Op, Unit
@@ -49,6 +50,12 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.region.value} {', '.join(map(str, self.at))}"
+
+
+@cache  # a program asks for the same ones again and again
+def place(region: Region, *at: int) -> Place:
+    """Makes a place."""
+    return Place(region, at)
 
 
 Places = list[Place]

@@ -4,7 +4,7 @@ A step waits for the last writer of what it reads, and for the last writer and a
 writes; not for its own stream, which does one thing after the other, nor where another wait says so already.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -69,7 +69,8 @@ class Waiting:
         self.clocks: list[Clock] = []
         self.clock_of: dict[str, Clock] = {}  # of each stream, behind its last step
         self.writer: dict[Place, int] = {}
-        self.readers: dict[Place, dict[str, int]] = {}  # since it was written, the last one of each stream
+        # since it was written, the last one of each stream
+        self.readers: dict[Place, dict[str, int]] = defaultdict(dict)
         self.before = [dict(left.touched) for left in before]
         for n, left in enumerate(before):  # a stream goes on where any pass has left it
             for stream, clock in left.clocks.items():
@@ -77,38 +78,34 @@ class Waiting:
 
     def of(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Waits]]:
         """Yields the steps, each with its waits."""
-        access_of, writer, readers, clocks = self.memory.access, self.writer, self.readers, self.clocks
+        streams, writer, readers = self.streams, self.writer, self.readers
         for number, step in enumerate(steps):
-            stream, access = step.stream, access_of(step)
+            stream, access = step.stream, self.memory.access(step)
             reads, writes = access
-            clock = dict(self.clock_of.get(stream, {}))
             # a wait is named by the first place that it protects, of the writes, else of the reads
             earlier = {writer[place]: place for place in reversed(reads) if place in writer}
             for place in reversed(writes):
                 if place in writer:
                     earlier[writer[place]] = place
                 if place in readers:
-                    earlier.update(dict.fromkeys(readers[place].values(), place))
-            waits = {}
-            for other in sorted(earlier, reverse=True):
-                theirs = self.streams[other]
-                if theirs != stream and other > clock.get(theirs, -1):
+                    earlier |= dict.fromkeys(readers[place].values(), place)
+            clock, waits = dict(self.clock_of.get(stream, {})), {}
+            for other in sorted((k for k in earlier if streams[k] != stream), reverse=True):
+                if other > clock.get(streams[other], -1):
                     waits[self.steps[other]] = earlier[other]
-                    advance(clock, clocks[other])
+                    advance(clock, self.clocks[other])
             for n, left in enumerate(self.before):
                 waits |= waits_for(n, left, stream, clock, access)
             clock[stream] = number
             self.clock_of[stream] = clock
-            clocks.append(clock)
+            self.clocks.append(clock)
             self.steps.append(step)
-            self.streams.append(stream)
+            streams.append(stream)
             for place in reads:
-                if place in readers:
-                    readers[place][stream] = number
-                else:
-                    readers[place] = {stream: number}
+                readers[place][stream] = number
             for place in writes:
-                writer[place], readers[place] = number, {}
+                writer[place] = number
+                readers.pop(place, None)
             yield step, waits
 
     def left(self) -> Left:

@@ -11,7 +11,7 @@ import torch
 from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
-from memo.schedule.place import Content, Part, Place, Region
+from memo.schedule.place import Content, Part, Region, place
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
@@ -203,7 +203,7 @@ class Swap:
                   if step.op in COPIES and not step.of_states]
         end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
-        places = {(Place(Region.SLAB_STREAM, unit), False): first * row
+        places = {(place(Region.SLAB_STREAM, *unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
         pairs = dict[Part, Pairs]()
         for step in copies:  # to the host first
