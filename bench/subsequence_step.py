@@ -82,7 +82,7 @@ def of_buffers(swap, begin, end):
         name = swap.name(unit)
         made = sum(t.nbytes for t in vars(swap.units[unit]).values() if isinstance(t, torch.Tensor))
         events += [(begin[f"forward {name}"], made), (end[f"backward {name}"], -made)]
-        if k in p.fates.copied:
+        if k in p.program.copied:
             events += [(end[f"offload {name}"], -made), (begin[f"prefetch {name}"], made)]
     if not p.several:  # the last layer's output
         last, made = p.n_layer - 1, swap.x[-1].nbytes

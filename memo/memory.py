@@ -43,6 +43,7 @@ from memo.planner.trace import Trace
 from memo.protocols import Model
 from memo.schedule.simulate import in_one_order
 from memo.schedule.streams import Streams
+from memo.schedule.waits import passes_of
 from memo.sharing import shared
 from memo.subsequences import pipeline_line, subsequences_line
 from memo.swap.alpha import OutOfHostMemory, what_set_it
@@ -172,7 +173,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
     if cfg.msp:  # whose stages would post messages in orders of their own
         train, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
                              for trains in (True, False))
-        model.swap.set_passes(placement.passes(model.states, orders=(train, evaluation)))
+        model.swap.set_passes(passes_of(placement.program, model.states, (train, evaluation)))
     return Decision(placement, swap_plan, rates, limit)
 
 

@@ -3,7 +3,8 @@
 from functools import cached_property
 from typing import NamedTuple
 
-from memo.schedule.program import Fates, units_in_order
+from memo.schedule.order import forward_order
+from memo.schedule.program import Fates, coming
 from memo.schedule.step import Step, Unit
 
 # places in memory: ("kept", buffer) rows that survive; ("rest", buffer) rows that may be recomputed; ("x",
@@ -31,10 +32,10 @@ class Memory:
 
     def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
         self.fates, self.layers, self.subsequences, self.order = fates, layers, subsequences, order
-        self.trains, self.come = trains, fates.coming(layers)
+        self.trains, self.come = trains, coming(layers, fates.layers_come, fates.edges_come)
         self.copies_stream = fates.stream == "copied" and subsequences > 1
         self.in_turns = fates.stream != "whole" and subsequences > 1
-        self.units = units_in_order(layers, subsequences, order, fates.guests)
+        self.units = forward_order(layers, subsequences, order, fates.guests).units
         self.number = {unit: k for k, unit in enumerate(self.units)}
         # two buffers share the rows that are recomputed
         self.shares = fates.n_buffers == 2 and bool(fates.rebuilt)

@@ -6,28 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memo.msp import dealt_helpers, even_parts, guests_of, helpers, lent_by, shares_of
-from memo.schedule.program import Fates, program, units_in_order
-from memo.schedule.step import Op, Step
+from memo.schedule.order import forward_order
+from memo.schedule.program import Fates, Program
+from memo.schedule.step import Op
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of program() and schedule(). `group`: whose digest it is part of."""
+    """A program. `group`: whose digest it is part of."""
 
     group: str
-    fates: Fates
-    layers: int
-    subsequences: int
-    order: str
-    trains: bool
-
-    @property
-    def arguments(self) -> tuple[Fates, int, int, str, bool]:
-        fates = self.fates.of(self.subsequences, self.trains)
-        return fates, self.layers, self.subsequences, self.order, self.trains
-
-    def steps(self) -> Iterator[Step]:
-        return program(*self.arguments)
+    program: Program
 
 
 ENDS = (False, False), (True, True), (True, False), (False, True)  # whether a stage receives, and sends
@@ -66,7 +55,7 @@ def swap_cases(L: int, N: int, order: str, n: int, copies: str, rebuilds: str, i
         passed = "passed" if sends and N > 1 else stream
         fates = Fates(n, copied, rebuilt, only, x_stays, keys=keys, stream=passed, receives=receives,
                       sends=sends, layers_come=come, edges_come=edges)
-        yield Case(f"{order} {keys} {passed}" + " states" * come, fates, L, N, order, trains)
+        yield Case(f"{order} {keys} {passed}" + " states" * come, Program(fates, L, N, order, trains))
 
 
 def helped_cases() -> Iterator[Case]:
@@ -78,13 +67,13 @@ def helped_cases() -> Iterator[Case]:
                            even_parts(p, N, helping))
         for stage, rebuild, trains in itertools.product(range(p), (False, True), (True, False)):
             guests, lent = guests_of(shares, stage), lent_by(shares, stage)
-            units = len(units_in_order(L, N, "subsequence", guests))
+            units = len(forward_order(L, N, "subsequence", guests).units)
             for n in (units, 2):
                 fates = Fates(n, frozenset(range(max(0, units - n))),
                               frozenset(range(units - 1) if rebuild else ()), receives=stage > 0,
                               stream="passed" if stage < p - 1 else "whole", sends=stage < p - 1,
                               guests=guests, lent=lent)
-                yield Case("helped", fates, L, N, "subsequence", trains)
+                yield Case("helped", Program(fates, L, N, "subsequence", trains))
 
 
 def cases() -> Iterator[Case]:
@@ -98,6 +87,7 @@ def digests(every: int = 1) -> dict[str, str]:
     made: dict[str, hashlib._Hash] = {}
     for case in itertools.islice(cases(), 0, None, every):
         digest = made.setdefault(case.group, hashlib.sha256())
-        for step in (step for step in case.steps() if step.op is not Op.ZERO):  # which came to them later
+        # ZERO came to them later
+        for step in (step for step in case.program.steps() if step.op is not Op.ZERO):
             digest.update(f"{step.kind} {tuple(step.unit)}\n".encode())
     return {group: digest.hexdigest()[:16] for group, digest in sorted(made.items())}

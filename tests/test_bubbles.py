@@ -78,7 +78,7 @@ def test_rows_that_stay_travel_where_the_bubble_has_room_for_them():
     before, after = apart(stages), with_bubbles(stages, apart(stages))
     tensors = tensors_of(stages[0].cfg, 4)
     fewer, more = (answers[0][0].region_bytes(tensors).get("resident", 0) for answers in (after, before))
-    assert fewer < more and not after[0][0].fates.rebuilt - before[0][0].fates.rebuilt
+    assert fewer < more and not after[0][0].program.fates.rebuilt - before[0][0].program.fates.rebuilt
     assert seconds(stages, after) <= seconds(stages, before) * (1 + 1e-6)
 
 

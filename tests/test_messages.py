@@ -41,8 +41,9 @@ def rebuild(model, cfg, lost):
     """Makes all layers but the last recompute the skeletal tensors of which `lost` is true."""
     L, kept = cfg.n_layer, {t.name: 0 for t in layer_of(cfg).skeletal if lost(t)}
     model.swap.missing = [Placement(L, 1, n_rows(cfg), kept).missing(0)] * (L - 1) + [{}]
-    fates = replace(model.swap.placement.fates, rebuilt=frozenset(range(L - 1)))
-    model.swap.set_passes(passes_of(fates, L, 1, "layer", model.states))
+    p = model.swap.placement.program
+    fates = replace(p.fates, rebuilt=frozenset(range(L - 1)))
+    model.swap.set_passes(passes_of(replace(p, fates=fates), model.states))
 
 
 def program_of(cfg, rank, dp, lost):

@@ -30,7 +30,8 @@ from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.profiler import MeasuredUnit
-from memo.schedule.program import Fates, units_in_order
+from memo.schedule.order import forward_order
+from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
 from memo.schedule.waits import schedule
 from memo.sharing import decided_shares, even_shares, shared, with_shares
@@ -115,7 +116,7 @@ def random_stages(rng):
     made = []
     for stage in range(p):
         guests, lent = guests_of(shares, stage), lent_by(shares, stage)
-        units = len(units_in_order(layers[stage], N, "subsequence", guests))
+        units = len(forward_order(layers[stage], N, "subsequence", guests).units)
         n, last = rng.randint(1, min(4, units)), stage == p - 1
         ends = dict(receives=stage > 0, sends=not last, guests=guests, lent=lent,
                     stream=rng.choice(["whole", "copied"]) if last else "passed")
@@ -140,7 +141,7 @@ def test_the_schedules_of_all_stages_meet_with_one_queue_a_stage():
     crossed = 0
     for stages in pipelines(15, seed=1):
         for trains in (True, False):
-            made = [schedule(*stage, trains=trains) for stage in stages]
+            made = [schedule(Program(*stage, trains=trains)) for stage in stages]
             validate_stages(made)
             for steps, stage in zip(made, stages, strict=True):
                 validate_schedule(steps, *stage, trains=trains)
@@ -157,7 +158,7 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
     seen, pairs = set(), set()
     for stages in pipelines(3, seed=2):
         for stage in stages:
-            steps = schedule(*stage)
+            steps = schedule(Program(*stage))
             for step, waits in steps.items():
                 for wait in waits:
                     if step.is_message or wait.is_message:
@@ -173,7 +174,7 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
 def test_a_message_that_is_missing_or_out_of_order_is_found():
     seen = set()
     for stages in pipelines(5, seed=3):
-        schedules = [schedule(*stage) for stage in stages]
+        schedules = [schedule(Program(*stage)) for stage in stages]
         for k, steps in enumerate(schedules):
             lanes = {}
             for step in steps:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memo.layout import Layout, layers_of_stages
-from memo.schedule.program import Fates
+from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.waits import schedule
@@ -55,7 +55,7 @@ def pipelines(n, seed):
 def test_the_schedules_of_all_stages_meet():
     for stages in pipelines(120, seed=1):
         for trains in (True, False):
-            made = [schedule(*stage, trains=trains) for stage in stages]
+            made = [schedule(Program(*stage, trains=trains)) for stage in stages]
             validate_stages(made)
             validate_queues(made)
             for steps, stage in zip(made, stages, strict=True):
@@ -68,7 +68,7 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
     seen = set()
     for stages in pipelines(80, seed=2):
         for stage in stages:
-            steps = schedule(*stage)
+            steps = schedule(Program(*stage))
             for step, waits in steps.items():
                 for wait in waits:
                     if step.is_message or wait.is_message:
@@ -83,7 +83,7 @@ def test_each_wait_for_a_message_or_of_one_is_needed():
 def test_a_message_that_is_missing_or_out_of_order_is_found():
     seen = set()
     for stages in pipelines(30, seed=3):
-        schedules = [schedule(*stage) for stage in stages]
+        schedules = [schedule(Program(*stage)) for stage in stages]
         for k, steps in enumerate(schedules):
             for lane in ("send", "receive"):
                 at = [step for step in steps if step.stream == lane]
@@ -101,7 +101,7 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
 
 def test_a_deadlock_names_both_ends():
     """Stage 0 wants the gradient of what it has not sent yet."""
-    first, second = (schedule(Fates(1, frozenset(), frozenset(), **{end: True}), 1)
+    first, second = (schedule(Program(Fates(1, frozenset(), frozenset(), **{end: True}), 1))
                      for end in ("sends", "receives"))
     sent, comes = (next(step for step in first if step.kind == kind) for kind in ("send", "receive gradient"))
     first = first | {sent: {comes: None}, comes: {}}
@@ -115,8 +115,8 @@ def test_a_deadlock_names_both_ends():
 @pytest.mark.parametrize("N", [1, 2, 4, 8, 16])
 def test_the_bubble_is_p_minus_1_over_n_of_the_computing(p, N):
     layers, work = 2, {"forward": 1.0, "backward": 2.0}
-    stages = [schedule(Fates(layers * N, frozenset(), frozenset(), receives=k > 0, sends=k < p - 1,
-                             stream="passed" if k < p - 1 else "whole"), layers, N, "subsequence")
+    stages = [schedule(Program(Fates(layers * N, frozenset(), frozenset(), receives=k > 0, sends=k < p - 1,
+                             stream="passed" if k < p - 1 else "whole"), layers, N, "subsequence"))
               for k in range(p)]
     times = times_of_stages(stages, lambda stage, step: work.get(step.kind, 0.0))
     ends = [end for t in times for _, end in t.spans.values()]

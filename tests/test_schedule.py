@@ -11,15 +11,9 @@ import pytest
 from memo.schedule import periods
 from memo.schedule.access import Memory
 from memo.schedule.listing import listing, shortened
+from memo.schedule.order import STREAM_PLACES, forward_order, keys_leave
 from memo.schedule.place import Access
-from memo.schedule.program import (
-    STREAM_PLACES,
-    Fates,
-    keys_leave,
-    program,
-    stream_leaves,
-    units_in_order,
-)
+from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
 from memo.schedule.waits import compute_only, schedule, with_waits
@@ -78,9 +72,9 @@ def with_layers_that_come(instances):
 
 def test_every_schedule_that_is_made_is_valid():
     for instance in [*instances(500), *with_layers_that_come(instances(200, seed=4))]:
-        steps = schedule(*instance)
+        steps = schedule(Program(*instance))
         assert refusal(steps, instance) is None, instance
-        assert refusal(schedule(*instance, trains=False), instance, trains=False) is None, instance
+        assert refusal(schedule(Program(*instance, trains=False)), instance, trains=False) is None, instance
 
 
 # the launch orders of every nineteenth of the programs of tests/program_cases.py
@@ -125,7 +119,7 @@ STREAM = "the stream is copied after it is made, and before its place is overwri
 def arrives(unit, instance):
     """Whether a unit's input comes from the host."""
     fates, layers, *how = instance
-    return fates.stream == "copied" and unit in stream_leaves(layers, *how)
+    return fates.stream == "copied" and unit in forward_order(layers, *how, ()).stream_leaves
 
 
 def rule_of_wait(step, wait):
@@ -157,7 +151,7 @@ def rule_of_wait(step, wait):
 def test_each_wait_of_a_schedule_is_needed():
     seen = set()
     for instance in instances(300, seed=1):
-        steps = schedule(*instance)
+        steps = schedule(Program(*instance))
         for step, waits in steps.items():
             for wait in waits:
                 why = refusal(unaware(steps, step, wait), instance)
@@ -197,7 +191,7 @@ def rule_of_step(step, instance):
     """(the rule that a schedule breaks without this step, the kind of step that breaks it); (None, None)
     where it breaks none."""
     fates, layers, subsequences, order = instance
-    units = units_in_order(layers, subsequences, order)
+    units = forward_order(layers, subsequences, order, ()).units
     k, layer = units.index(step.unit), step.unit[0]
     only_input, last_layer = k in fates.input_only, layer == layers - 1
     came, leaves = arrives(step.unit, instance), arrives((layer + 1, step.unit[1]), instance)
@@ -226,7 +220,7 @@ def rule_of_step(step, instance):
             return ABOVE, "backward"
         case "offload":  # of its readers the first
             inputs = () if came else ("prefetch input",)
-            return FETCHED, next(other.kind for other in schedule(*instance)
+            return FETCHED, next(other.kind for other in schedule(Program(*instance))
                                  if other.unit == step.unit and other.kind in ("prefetch", *inputs))
         case "offload keys":
             return FETCHED, "prefetch keys"
@@ -250,7 +244,7 @@ def rule_of_step(step, instance):
 def test_a_schedule_without_one_of_its_steps_is_not():
     seen = set()
     for instance in instances(50, seed=2):
-        steps, three = schedule(*instance), instance[2] == STREAM_PLACES
+        steps, three = schedule(Program(*instance)), instance[2] == STREAM_PLACES
         for step in steps:
             if three and step.kind in ("prefetch stream", "prefetch gradient"):
                 continue  # it finds there what it brings
@@ -278,7 +272,7 @@ COME, ADDED = (RULES[what] for what in ("weights", "dw"))
 def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
     seen = set()
     for instance in with_layers_that_come(instances(100, seed=5)):
-        steps = schedule(*instance)
+        steps = schedule(Program(*instance))
         for step, waits in steps.items():
             for wait in waits:
                 if step.of_states or wait.of_states:
@@ -311,9 +305,9 @@ def test_a_schedule_whose_steps_change_places_is_not():
     rng, wrong = random.Random(3), 0
     for instance in instances(400, seed=3):
         fates, layers, subsequences, order = instance
-        steps = [*schedule(*instance).items()]
+        steps = [*schedule(Program(*instance)).items()]
         place = {(step.kind, step.unit): k for k, (step, _) in enumerate(steps)}
-        units = units_in_order(layers, subsequences, order)
+        units = forward_order(layers, subsequences, order, ()).units
         a = rng.randrange(len(units))
         unit, last = units[a], (layers - 1, 0)
         layer, i = unit
@@ -342,19 +336,20 @@ def test_a_schedule_whose_steps_change_places_is_not():
     ({"x": 512, "q": 256}, 3, 1, {"forward": 5, "backward": 5, "offload": 2, "prefetch": 2, "recompute": 2})])
 def test_a_placement_says_the_fates_of_its_layers(kept, n_buffers, input_only, kinds):
     p = Placement(5, n_buffers, 512, kept, input_only)
-    steps = schedule(p.fates, 5)
-    assert refusal(steps, (p.fates, 5)) is None
+    steps = schedule(p.program)
+    assert refusal(steps, (p.program.fates, 5)) is None
     count = {kind: sum(step.kind == kind for step in steps) for kind in {step.kind for step in steps}}
     assert count == kinds | {"embedding": 1, "head": 1, "embedding backward": 1}
     assert [*compute_only(steps)] == [step for step in steps if step.stream == "compute"]
     whole = Placement(5, 1, 512, {"x": 512, "q": 0}, 5, x_stays=True)
-    assert whole.fates == Fates(1, frozenset(), frozenset(range(4)), frozenset(range(4)), x_stays=True)
+    first_four = frozenset(range(4))
+    assert whole.program.fates == Fates(1, frozenset(), first_four, first_four, x_stays=True)
 
 
 def test_times_by_hand():
     """Three layers of 2 s forward, 3 s backward; a copy of 5 s each way of the first: the last one waits for
     it."""
-    steps = schedule(Fates(2, frozenset({0}), frozenset({0, 1})), 3)
+    steps = schedule(Program(Fates(2, frozenset({0}), frozenset({0, 1})), 3))
     seconds = {"forward": 2.0, "backward": 3.0, "recompute": 1.0, "offload": 5.0, "prefetch": 5.0}
     times = times_of(steps, lambda step: seconds.get(step.kind, 0.0))
     spans = {str(step): span for step, span in times.spans.items()}
@@ -368,7 +363,7 @@ def test_times_by_hand():
 def test_no_stream_does_two_things_at_once_and_nothing_starts_before_what_it_waits_for():
     rng = random.Random(4)
     for instance in instances(300, seed=4):
-        steps = schedule(*instance)
+        steps = schedule(Program(*instance))
         lengths = {step: rng.random() for step in steps}
         times, ends = times_of(steps, lambda step: lengths[step]), {}  # noqa: B023
         for step, waits in steps.items():
@@ -385,22 +380,22 @@ def test_the_validator_knows_shared_rows():
     """Two buffers share the rows that are recomputed: the last but one layer, which is not copied, has lost
     its own."""
     fates = Fates(2, frozenset({0}), frozenset({0, 1}))
-    steps = {step: waits for step, waits in schedule(fates, 3).items()
+    steps = {step: waits for step, waits in schedule(Program(fates, 3)).items()
              if (step.op, step.unit) != (Op.RECOMPUTE, (1, 0))}
     with pytest.raises(ValueError, match="rows that were dropped are recomputed before they are read: back"):
         validate_schedule(steps, fates, 3)
     apart = replace(fates, n_buffers=3, copied=frozenset(), rebuilt=frozenset())
-    validate_schedule(schedule(apart, 3), apart, 3)
+    validate_schedule(schedule(Program(apart, 3)), apart, 3)
     # of one subsequence all rows survive
-    some = Placement(3, 2, 1024, {"fc1_out": (512, 0)}, cuts=(512, 512)).fates
+    some = Placement(3, 2, 1024, {"fc1_out": (512, 0)}, cuts=(512, 512)).program.fates
     assert some.rebuilt == {1, 3} and some.copied == {0, 1, 2, 3}
-    validate_schedule(schedule(some, 3, 2), some, 3, 2)
+    validate_schedule(schedule(Program(some, 3, 2)), some, 3, 2)
 
 
 def random_problem(rng):
     """(fates, layers, subsequences, order, seconds of a step) of many layers."""
     layers, N, order = rng.choice([24, 40]), rng.randint(2, 5), rng.choice(["layer", "subsequence"])
-    units = units_in_order(layers, N, order)
+    units = forward_order(layers, N, order, ()).units
     n, number = rng.choice([1, 2, 2, 3, 5]), {unit: k for k, unit in enumerate(units)}
     copied = frozenset(range(len(units) - n))
     rebuilt = (copied | {len(units) - 2} if n == 2 else copied) if rng.random() < 0.7 else frozenset()
@@ -424,28 +419,27 @@ def test_seconds_of_few_layers_are_those_of_all():
     for _ in range(60):
         *instance, seconds = random_problem(rng)
         with patch.object(periods, "schedule", wraps=schedule) as simulated:
-            found = periods.totals_of(*instance, seconds)
-        every = periods.totals(times_of(schedule(*instance), seconds), *instance[1:3])
+            found = periods.totals_of(Program(*instance), seconds)
+        every = periods.totals(times_of(schedule(Program(*instance)), seconds), *instance[1:3])
         assert found == pytest.approx(every, rel=1e-9, abs=1e-9 * sum(every[:2])), instance
-        few += all(call.args[1] < instance[1] for call in simulated.call_args_list)
+        few += all(call.args[0].layers < instance[1] for call in simulated.call_args_list)
     assert few > 30
 
 
 def test_a_program_on_a_screen_has_its_few_layers_and_each_wait():
     fates = Fates(2, frozenset(range(30)), frozenset(range(31)))
-    lines = [*listing(fates, 32, 1, "layer")]
+    lines = [*listing(Program(fates, 32))]
     assert lines[0].startswith("program     layers 0, 1, 30, 31 of 32. ")
     assert "          5 compute   forward 30            offload 0 (kept rows of buffer 0)" in lines
     assert sum(line.split()[0].isdigit() for line in lines) == 18
     many = Fates(200, frozenset(range(56)), frozenset(range(56)))  # more buffers than two subsequences have
-    assert sum(" offload " in line for line in listing(many, 32, 8, "layer")) > 0
+    assert sum(" offload " in line for line in listing(Program(many, 32, 8))) > 0
     for instance in instances(60, seed=6):
-        few, layers, subsequences = shortened(*instance)
-        cut = few, len(layers), len(subsequences), instance[3]
-        steps = schedule(*cut)
-        assert refusal(steps, cut) is None, instance
+        few, _, _ = shortened(Program(*instance))
+        steps = schedule(few)
+        assert refusal(steps, (few.fates, few.layers, few.subsequences, few.order)) is None, instance
         assert bool(few.copied) == bool(instance[0].copied), instance
-        lines = [*listing(*instance)]
+        lines = [*listing(Program(*instance))]
         assert len(lines) == 3 + len(steps)
         assert sum(line.count("(") for line in lines[2:]) == sum(map(len, steps.values()))
 
@@ -456,15 +450,15 @@ def test_touches_that_an_operation_does_not_state_are_missed():
         return step.op, step.moved, step.peer is not None and step.back
     missed, seen = set(), set()
     for case in itertools.islice(cases(), 0, None, 23):
-        steps, said = [*program(*case.arguments)], Memory.access
+        p, said = case.program, Memory.access
+        steps = [*p.steps()]
         kinds = {kind(step) for step in steps}
         seen |= kinds
         for silent in kinds - missed:
             def access(memory, step, silent=silent, said=said):
                 return Access([], []) if kind(step) == silent else said(memory, step)
             with patch.object(Memory, "access", access):
-                waits = with_waits(steps, Memory(*case.arguments))
-            *instance, trains = case.arguments
-            if refusal(waits, instance, trains):
+                waits = with_waits(steps, Memory(p))
+            if refusal(waits, (p.fates, p.layers, p.subsequences, p.order), p.trains):
                 missed.add(silent)
     assert {str(k) for k in seen - missed} == set()

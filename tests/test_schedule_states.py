@@ -9,7 +9,7 @@ import pytest
 
 from memo.schedule.access import Memory
 from memo.schedule.place import Access
-from memo.schedule.program import Fates, coming
+from memo.schedule.program import Fates, Program, coming
 from memo.schedule.states import States
 from memo.schedule.waits import passes_of
 
@@ -114,7 +114,7 @@ def first_race(passes, states):
 @pytest.mark.parametrize("case", CASES)
 def test_passes_in_any_order_have_no_race(case):
     states = CASES[case][1]
-    assert first_race(passes_of(fates_of(case), L, 1, "layer", states), states) is None
+    assert first_race(passes_of(Program(fates_of(case), L), states), states) is None
 
 
 def test_without_the_touches_of_any_kind_of_step_they_have():
@@ -123,7 +123,7 @@ def test_without_the_touches_of_any_kind_of_step_they_have():
     seen, missed, stated = set(), set(), Memory.access
     for case, (_, states) in CASES.items():
         def made(case=case, states=states):
-            return passes_of(fates_of(case), L, 1, "layer", states)
+            return passes_of(Program(fates_of(case), L), states)
         kinds = {kind(step) for part in made() for step in part if any(touched(step, states))}
         seen |= kinds
         for silent in kinds - missed:

@@ -21,7 +21,7 @@ from memo.launch import Launch
 from memo.layout import Layout
 from memo.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.pipeline_plot import bars_of, pipeline
-from memo.schedule.program import Fates
+from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.spans import (
     Span,
@@ -45,8 +45,8 @@ def simulated(p, N, copy_s=None, message_s=0.0, layers=2):
     n, every = layers * N, frozenset()
     if copy_s is not None:
         n, every = 2, frozenset(range(layers * N - 2))
-    schedules = [schedule(Fates(n, every, every, receives=k > 0, sends=k < p - 1,
-                                stream="passed" if k < p - 1 else "whole"), layers, N, "subsequence")
+    schedules = [schedule(Program(Fates(n, every, every, receives=k > 0, sends=k < p - 1,
+                                stream="passed" if k < p - 1 else "whole"), layers, N, "subsequence"))
                  for k in range(p)]
 
     def seconds(stage, step):

@@ -18,7 +18,7 @@ from memo.formulas import layer_forward_terms
 from memo.layer import KEYS_VALUES, layer_of
 from memo.layout import Layout
 from memo.plots import BLUE, GREY, ORANGE, plain
-from memo.schedule.program import Fates
+from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
 from memo.schedule.waits import schedule
@@ -83,7 +83,7 @@ class Stage:
             copied = ratios[i] * self.sizes[i] / LINK
             return {Op.FORWARD: self.forward_s[i], Op.BACKWARD: self.backward_s[i], Op.OFFLOAD: copied,
                     Op.PREFETCH: copied}.get(step.op, 0.0) / layers
-        return times_of(schedule(fates, layers, self.N, "subsequence"), seconds).stall_s
+        return times_of(schedule(Program(fates, layers, self.N, "subsequence")), seconds).stall_s
 
     def most(self, ratios):
         """Bytes: the greatest M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1)."""

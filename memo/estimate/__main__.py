@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
                   *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
     if options.get("program"):
         p = got.placement
-        out["program"] = program = [*listing(p.fates, p.n_layer, p.subsequences, p.order)]
+        out["program"] = program = [*listing(p.program)]
         lines += ["", *program]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:

@@ -12,8 +12,9 @@ from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of, units_of
 from memo.flat import bucket_numels, weights_in_turns
 from memo.layer import CHUNK_ROWS, Tensor, head_rows, logit_bytes, tensors_of
 from memo.layout import Layout
+from memo.schedule.order import keys_leave
 from memo.schedule.periods import Totals, totals_of
-from memo.schedule.program import EMBEDDING, LAYER_PLACES, keys_leave
+from memo.schedule.program import EMBEDDING, LAYER_PLACES
 from memo.schedule.step import COPIES, Moved, Op, Step
 from memo.subsequences import subsequence_lengths
 from memo.swap.placement import Placement
@@ -39,9 +40,7 @@ def swap_s(placement: Placement, tensors: dict[str, Tensor], compute_s: Callable
            bytes_per_s: float) -> Totals:
     """The Totals of all layers, as the schedule runs. compute_s(step): of a step that
     computes; embedding and head are counted by themselves."""
-    p = placement
-    return totals_of(p.fates, p.n_layer, p.subsequences, p.order,
-                     with_copies(Sizes(p, tensors), compute_s, bytes_per_s))
+    return totals_of(placement.program, with_copies(Sizes(placement, tensors), compute_s, bytes_per_s))
 
 
 class UnitRates(Protocol):

@@ -87,8 +87,8 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
         swap = model.swap
         swap.missing, p = list(missing), swap.placement
         rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
-        fates = replace(p.fates, rebuilt=rebuilt, keys=keys)
-        swap.set_passes(passes_of(fates, p.n_layer, p.subsequences, p.order, model.states))
+        fates = replace(p.program.fates, rebuilt=rebuilt, keys=keys)
+        swap.set_passes(passes_of(replace(p.program, fates=fates), model.states))
         for s in swap.units.values() if p.several else ():
             s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
                                 for them in (s.pieces, s.sums))

@@ -9,23 +9,13 @@ lie. Bytes of parts: memo/swap/sizes.py; their tensors: memo/swap/buffers.py.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from math import inf
 
 from memo.msp import Help, guest_number
 from memo.schedule.help import pieces_of, turns_of
+from memo.schedule.order import STREAM_PLACES
 from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place
-from memo.schedule.program import (
-    EMBEDDING,
-    LAYER_PLACES,
-    STREAM_PLACES,
-    SWEEP_PLACES,
-    Fates,
-    layer_of,
-    streamed_units,
-    swept_inputs,
-    units_in_order,
-)
+from memo.schedule.program import EMBEDDING, LAYER_PLACES, SWEEP_PLACES, Program, layer_of
 from memo.schedule.states import ADDS, States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 
@@ -35,25 +25,22 @@ class Memory:
     that stay are; None leaves them out, since until gradients are complete the compute stream alone touches
     them."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool,
-                 states: States | None = None) -> None:
+    def __init__(self, program: Program, states: States | None = None) -> None:
+        self.program, self.fates = program, program.fates
+        f, subsequences = program.fates, program.subsequences
         # loans would have to wait for layers that come
-        assert not (fates.layers_come and (fates.guests or fates.lent))
-        self.fates = f = fates
-        self.layers, self.subsequences, self.trains = layers, subsequences, trains
-        self.come, self.by_layer = f.coming(layers), order == "layer"
-        self.states, self.all_count = states or States(layers, self.come), states is not None
-        self.several = subsequences > 1
+        assert not (f.layers_come and (f.guests or f.lent))
+        self.states, self.all_count = states or States(program.layers, program.come), states is not None
+        self.several, self.by_layer = program.several, program.order == "layer"
+        self.units, self.number, self.streamed = program.units, program.number, program.streamed
         self.in_turns = f.stream != "whole" and self.several
-        self.units = units_in_order(layers, subsequences, order, f.guests)
-        self.number = {unit: k for k, unit in enumerate(self.units)}
-        self.streamed = streamed_units(f, layers, subsequences, order)
         # two buffers share the rows that are recomputed
         self.shares = f.n_buffers == 2 and bool(f.rebuilt)
         self.guests = {guest_number(piece, subsequences): piece for piece in f.guests}
         self.turn = turns_of(self.units, self.guests)
         self.lent = {(guest_number(piece, subsequences), piece.helper): piece for piece in f.lent}
         self.pieces = pieces_of(f.lent)
+        self.swept = {unit: number for number, unit in enumerate(program.swept)}
         self.keys_of_layer: dict[int, Places] = {}
 
     # --- where things lie ---
@@ -89,7 +76,7 @@ class Memory:
         """Where a unit's own keys and values lie."""
         if unit.subsequence in self.guests:
             return place(Region.GUEST_KEYS, self.turn[unit])
-        if self.fates.keys == "stay":
+        if self.program.keys == "stay":
             return place(Region.KEYS, *unit)
         layer, i = unit
         return place(Region.KEYS, i) if i else place(Region.KEYS, i, layer % 2)
@@ -147,20 +134,15 @@ class Memory:
         layer, i = unit
         if not self.several:
             return []
-        if self.fates.keys != "copied" and not (self.fates.lent or self.fates.guests):
+        if self.program.keys != "copied" and not (self.fates.lent or self.fates.guests):
             return []  # nobody but the compute stream touches them
         if unit in self.turn:
             return [self.keys(unit)]
         if self.fates.lent:
             return self.places(Part(Content.LOAN, unit)) + [self.keys(unit)] * own
         if layer not in self.keys_of_layer:
-            self.keys_of_layer[layer] = [self.keys(Unit(layer, x)) for x in range(self.subsequences)]
+            self.keys_of_layer[layer] = [self.keys(Unit(layer, x)) for x in range(self.program.subsequences)]
         return self.keys_of_layer[layer][:i + own]
-
-    @cached_property
-    def swept(self) -> dict[Unit, int]:
-        """Numbers the units whose input comes back for a sweep."""
-        return {unit: number for number, unit in enumerate(swept_inputs(self.fates, self.units))}
 
     # --- what moves ---
 
@@ -225,10 +207,10 @@ class Memory:
             touched = COMPUTES[step.op](self, step.unit)
         else:
             touched = self.of_parts(step)
-        for layer in self.layers_of(step) if self.all_count or self.come else ():
+        for layer in self.layers_of(step) if self.all_count or self.program.come else ():
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))
-            if step.op in ADDS or (step.op is Op.HEAD and self.trains):
+            if step.op in ADDS or (step.op is Op.HEAD and self.program.trains):
                 touched.writes.append(self.gradients(layer))
         return touched
 
@@ -240,16 +222,16 @@ class Memory:
         if step.unit in self.turn or step.op is Op.ZERO or not (
                 step.computes or (step.op, step.moved) == (Op.SEND, Moved.LOAN)):
             return ()
-        layer = layer_of(step, self.layers)
+        layer = layer_of(step, self.program.layers)
         if not self.all_count:
-            return (layer,) * (layer in self.come)
-        return (layer, EMBEDDING) if step.op is Op.HEAD and EMBEDDING not in self.come else (layer,)
+            return (layer,) * (layer in self.program.come)
+        return (layer, EMBEDDING) if step.op is Op.HEAD and EMBEDDING not in self.program.come else (layer,)
 
     def weights(self, layer: int) -> Place:
-        return place(Region.WEIGHTS, layer % LAYER_PLACES if layer in self.come else layer)
+        return place(Region.WEIGHTS, layer % LAYER_PLACES if layer in self.program.come else layer)
 
     def gradients(self, layer: int) -> Place:
-        turns = layer in self.come or layer in self.states.in_turns
+        turns = layer in self.program.come or layer in self.states.in_turns
         return place(Region.WEIGHT_GRADIENTS, layer % LAYER_PLACES if turns else layer)
 
     def masters(self, layer: int) -> Place:
@@ -316,13 +298,13 @@ class Memory:
         return Access(self.places(Part(content, unit)), [self.keys(unit)])
 
     def backward(self, unit: Unit) -> Access:
-        k, fates = self.number[unit], self.fates
+        k, fates, copied = self.number[unit], self.fates, self.program.copied
         reads = self.prefix(unit, own=True)
         # the gradients of input and output take the places of these
         writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
         # A unit that is not rebuilt has no rest rows if it is copied. With two buffers the same holds for all
         # but the last one.
-        if k in fates.rebuilt or not (k in fates.copied or (self.shares and k < len(self.units) - 1)):
+        if k in fates.rebuilt or not (k in copied or (self.shares and k < len(self.units) - 1)):
             reads = [self.rest(unit), *reads]
         if unit in self.turn:
             writes += [self.keys(unit), *self.places(Part(Content.REPAID, unit))]
@@ -335,7 +317,8 @@ class Memory:
 
     def zero(self, unit: Unit) -> Access:
         """The sums of all units of a home, which helpers add to before its own backwards do."""
-        return Access([], [place for layer in range(self.layers) for x in range(self.subsequences)
+        return Access([], [place for layer in range(self.program.layers)
+                           for x in range(self.program.subsequences)
                            for place in self.places(Part(Content.SUMS, Unit(layer, x)))])
 
     # --- copies and messages ---

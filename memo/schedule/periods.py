@@ -8,11 +8,10 @@ are simulated.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from memo.schedule.program import EMBEDDING, Fates, units_in_order
+from memo.schedule.program import EMBEDDING, Program
 from memo.schedule.simulate import Times, times_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.waits import schedule
@@ -28,22 +27,21 @@ class Totals(NamedTuple):
     stall_s: float
 
 
-def totals_of(fates: Fates, layers: int, subsequences: int, order: str,
-              seconds: Callable[[Step], float]) -> Totals:
-    """The Totals of a schedule where a step takes seconds(step)."""
+def totals_of(program: Program, seconds: Callable[[Step], float]) -> Totals:
+    """The Totals of a program where a step takes seconds(step)."""
+    fates, layers, subsequences = program.fates, program.layers, program.subsequences
     if fates.guests:  # which have layers of other stages
-        spans, _ = times = times_of(schedule(fates, layers, subsequences, order), seconds)
+        spans, _ = times = times_of(schedule(program), seconds)
         ends = [max(end for step, (_, end) in spans.items() if step.op is op)
                 for op in (Op.FORWARD, Op.BACKWARD)]
         return Totals(ends[0], ends[1] - ends[0], times.stall_s)
-    reach, runs = reach_of(fates, subsequences, order), runs_of(fates, layers, subsequences, order)
+    reach, runs = reach_of(program), runs_of(program)
     for most in (3 * reach + 2, 6 * reach + 4):
         short = [min(n, most) for n in runs]
         if subsequences > 1 and not fates.lent and sum(short) <= layers // 2 and (
-                found := totals_of_few(fates, runs, short, reach, subsequences, order, seconds)):
+                found := totals_of_few(program, runs, short, reach, seconds)):
             return found
-    times = times_of(schedule(fates, layers, subsequences, order), seconds)
-    return totals(times, layers, subsequences)
+    return totals(times_of(schedule(program), seconds), layers, subsequences)
 
 
 def totals(times: Times, layers: int, subsequences: int) -> Totals:
@@ -53,22 +51,22 @@ def totals(times: Times, layers: int, subsequences: int) -> Totals:
     return Totals(forward, end - forward, times.stall_s)
 
 
-def reach_of(fates: Fates, subsequences: int, order: str) -> int:
+def reach_of(program: Program) -> int:
     """Layers that lie between a step and those that it waits for, at most."""
-    if not fates.copied:
+    if not program.copied:
         return 2  # of keys and values
-    return max(2, -(-fates.n_buffers // (subsequences if order == "layer" else 1)))
+    return max(2, -(-program.fates.n_buffers // (program.subsequences if program.order == "layer" else 1)))
 
 
-def runs_of(fates: Fates, layers: int, subsequences: int, order: str) -> list[int]:
+def runs_of(program: Program) -> list[int]:
     """How many layers in a row have units of the same fates, from the first layer on."""
-    kinds: list[list[tuple[bool, ...]]] = [[] for _ in range(layers)]
-    for k, (layer, _) in enumerate(units_in_order(layers, subsequences, order)):
-        kinds[layer].append((k in fates.copied, k in fates.rebuilt, k in fates.input_only))
+    kinds: list[list[tuple[bool, ...]]] = [[] for _ in range(program.layers)]
+    for k, (layer, _) in enumerate(program.units):
+        kinds[layer].append(program.fates.of_unit(k))
     return [len(list(run)) for _, run in groupby(kinds)]
 
 
-def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, subsequences: int, order: str,
+def totals_of_few(program: Program, runs: list[int], short: list[int], reach: int,
                   seconds: Callable[[Step], float]) -> Totals | None:
     """The Totals from so many layers of each run; None where their state is not steady."""
     like, firsts, first = list[int](), list[int](), 0  # of each layer one of all layers that is the same
@@ -76,22 +74,16 @@ def totals_of_few(fates: Fates, runs: list[int], short: list[int], reach: int, s
         firsts.append(len(like))
         like += range(first, first + few)
         first += n
-    number = {unit: k for k, unit in enumerate(units_in_order(sum(runs), subsequences, order))}
-    whole = [number[Unit(like[layer], i)] for layer, i in units_in_order(len(like), subsequences, order)]
-
-    def of_few(units: frozenset[int]) -> frozenset[int]:
-        return frozenset(k for k, other in enumerate(whole) if other in units)
-    fates = replace(fates, copied=of_few(fates.copied), rebuilt=of_few(fates.rebuilt),
-                    input_only=of_few(fates.input_only))
+    few_layers = program.of_few(like, range(program.subsequences))
     # states come of embedding and head, too
-    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): sum(runs)}
-    times = times_of(schedule(fates, len(like), subsequences, order),
-                     lambda step: seconds(Step(step.op, Unit(there[step.unit[0]], step.unit[1]), *step[2:])))
-    found = totals(times, len(like), subsequences)
+    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): program.layers}
+    times = times_of(schedule(few_layers), lambda step: seconds(
+        Step(step.op, Unit(there[step.unit[0]], step.unit[1]), *step[2:])))
+    found = totals(times, len(like), program.subsequences)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:
             last = first + (few + reach) // 2
-            more = seconds_of_one(times, last - reach, last, order)
+            more = seconds_of_one(times, last - reach, last, program.order)
             if more is None:
                 return None
             found = Totals(*(a + (n - few) * b for a, b in zip(found, more, strict=True)))

@@ -37,13 +37,14 @@ ZeRO-Infinity (arXiv 2104.07857) for layers that come.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from memo.msp import Shares, guest_units
+from memo.msp import Shares
 from memo.schedule.help import Helper, Home
+from memo.schedule.order import ForwardOrder, forward_order, keys_below, keys_leave
 from memo.schedule.step import Moved, Op, Step, Unit
 
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
-STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage
 LAYER_PLACES = 2  # for parameters, and for gradients: one is computed with while the other comes or goes
 EMBEDDING = -1  # its number among the layers that come; the head's is that of layers
 
@@ -85,17 +86,9 @@ class Fates(Surroundings):
     input_only: frozenset[int] = frozenset()
     x_stays: bool = False
 
-    def coming(self, layers: int) -> range:
-        """Numbers the layers that come, embedding and head among them."""
-        return coming(layers, self.layers_come, self.edges_come)
-
-    def of(self, subsequences: int, trains: bool) -> "Fates":
-        """Changes the fates to those that count: one subsequence has no keys apart; a forward alone keeps
-        nothing, and no copy leaves but the stream's."""
-        fates = replace(self, keys="stay") if subsequences == 1 else self
-        if trains:
-            return fates
-        return replace(fates, copied=frozenset(), keys="made" if fates.keys == "copied" else fates.keys)
+    def of_unit(self, k: int) -> tuple[bool, bool, bool]:
+        """Says whether unit k is copied, rebuilt, and survives by its input only."""
+        return k in self.copied, k in self.rebuilt, k in self.input_only
 
 
 def coming(layers: int, layers_come: bool, edges_come: bool) -> range:
@@ -111,89 +104,116 @@ def layer_of(step: Step, layers: int) -> int:
     return ends.get(step.op, step.unit.layer)
 
 
-def units_in_order(layers: int, subsequences: int = 1, order: str = "layer",
-                   guests: Shares = ()) -> list[Unit]:
-    """Lists the units in the order of the forward: layer by layer, or subsequence by subsequence; those of
-    `guests` before them and behind them. The backward's is the reverse."""
-    if order == "layer":
-        return [Unit(layer, i) for layer in range(layers) for i in range(subsequences)]
-    before, behind = ([Unit(*unit) for unit in guest_units(guests, subsequences, way)]
-                      for way in (True, False))
-    return [*before, *(Unit(layer, i) for i in range(subsequences) for layer in range(layers)), *behind]
-
-
-def keys_below(unit: Unit) -> Unit:
-    """Finds the unit whose keys and values had the place of this one's before; its layer is negative where
-    there is none."""
-    layer, i = unit
-    return Unit(layer - (1 if i else 2), i)
-
-
-def keys_leave(unit: Unit, layers: int) -> bool:
-    """Whether a later layer takes over the place of a unit's keys and values."""
-    layer, i = unit
-    return layer + (1 if i else 2) < layers
-
-
-def stream_leaves(layers: int, subsequences: int, order: str) -> list[Unit]:
-    """Lists the units of which what lies below them leaves the device, and its gradient; of layer `layers`,
-    which is no unit: the gradient alone, that the head makes. Those of the last subsequences stay in their
-    places."""
-    of_layers = units_in_order(layers, subsequences, order) if order == "layer" else []
-    heads = [Unit(layers, i) for i in range(subsequences - STREAM_PLACES)]
-    return [unit for unit in of_layers if unit.layer > 0] + heads
-
-
-def streamed_units(fates: Fates, layers: int, subsequences: int, order: str) -> set[Unit]:
-    """Picks the units of which what lies below them comes from the host, and its gradient goes there."""
-    copied = fates.stream == "copied" and subsequences > 1
-    return {*stream_leaves(layers, subsequences, order)} if copied else set()
-
-
-def program(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
-            trains: bool = True) -> Iterator[Step]:
-    """Yields the steps of a forward, with `trains` also of the backward, in the order in which the host
-    launches them. `fates`: as Fates.of() has them."""
-    made = Program(fates, layers, subsequences, order, trains)
-    yield from made.forward()
-    if trains:
-        yield from made.backward()
-
-
-def swept_inputs(fates: Fates, units: Sequence[Unit]) -> list[Unit]:
-    """Lists the units whose input comes back for a sweep, in the order of the sweeps."""
-    number = {unit: k for k, unit in enumerate(units)}
-    layers = units[-1].layer + 1
-    swept = [below for unit in reversed(units) for below in swept_behind(unit, fates, layers)]
-    return [] if fates.x_stays else [unit for unit in swept if number[unit] in fates.copied]
-
-
-def swept_behind(unit: Unit, fates: Fates, layers: int) -> list[Unit]:
-    """Lists the unit whose keys and values a sweep makes behind the backward of another one, of the layer
-    above: none where they are still there."""
-    below = Unit(unit.layer - 1, unit.subsequence)
-    return [below] if fates.keys == "made" and below.layer >= 0 and keys_leave(below, layers) else []
-
-
+@dataclass(frozen=True)
 class Program:
-    """The steps of a forward and of a backward."""
+    """The steps of a forward, with `trains` also of the backward, in the order in which the host launches
+    them. `order`: of the units, by "layer" or by "subsequence"."""
 
-    def __init__(self, fates: Fates, layers: int, subsequences: int, order: str, trains: bool) -> None:
-        self.fates, self.layers, self.subsequences, self.trains = fates, layers, subsequences, trains
-        self.units = units_in_order(layers, subsequences, order, fates.guests)
-        self.number = {unit: k for k, unit in enumerate(self.units)}
-        leave = streamed_units(fates, layers, subsequences, order)
-        self.streamed = {unit for unit in leave if trains or unit.layer < layers}
-        self.come = fates.coming(layers)
-        self.sweeps = swept_inputs(fates, self.units) if subsequences > 1 else []
-        self.input_after = dict(zip(self.sweeps, self.sweeps[SWEEP_PLACES:], strict=False))
-        self.home = Home(fates.lent, layers, subsequences)
-        self.helper = Helper(fates.guests, self.units, subsequences)
+    fates: Fates
+    layers: int
+    subsequences: int = 1
+    order: str = "layer"
+    trains: bool = True
+
+    def steps(self) -> Iterator[Step]:
+        """Yields the steps."""
+        yield from self.forward()
+        if self.trains:
+            yield from self.backward()
+
+    def of_few(self, layers: Sequence[int], subsequences: Sequence[int]) -> "Program":
+        """Makes the program of some of the layers and subsequences. Each unit keeps its fate, but that the
+        last n_buffers units are not copied."""
+        f = self.fates
+        guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
+                        for pieces in (f.guests, f.lent))
+        few = replace(self, fates=replace(f, guests=guests, lent=lent), layers=len(layers),
+                      subsequences=len(subsequences))
+        like = [self.number[Unit(layers[layer], subsequences[i] if i < len(subsequences) else i)]
+                for layer, i in few.units]
+        n = min(f.n_buffers, len(like))
+        copied, rebuilt, input_only = (frozenset(k for k, other in enumerate(like) if other in units)
+                                       for units in (f.copied, f.rebuilt, f.input_only))
+        copied = frozenset(k for k in copied if k < len(like) - n)
+        return replace(few, fates=replace(few.fates, n_buffers=n, copied=copied, rebuilt=rebuilt,
+                                          input_only=input_only))
+
+    # --- what it is about ---
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several subsequences, and so keys and values apart from their units."""
+        return self.subsequences > 1
+
+    @cached_property
+    def keys(self) -> str:
+        """Says what becomes of keys and values, see Surroundings. A forward alone copies none."""
+        if not self.several:
+            return "stay"
+        return "made" if self.fates.keys == "copied" and not self.trains else self.fates.keys
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """Numbers the units whose activations are copied: none in a forward alone, which keeps nothing."""
+        return self.fates.copied if self.trains else frozenset()
+
+    @cached_property
+    def forward_order(self) -> ForwardOrder:
+        return forward_order(self.layers, self.subsequences, self.order, self.fates.guests)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Lists the units in the order of the forward."""
+        return self.forward_order.units
+
+    @cached_property
+    def number(self) -> dict[Unit, int]:
+        """Numbers the units in this order."""
+        return self.forward_order.number
+
+    @cached_property
+    def streamed(self) -> set[Unit]:
+        """Collects the units of which what lies below them comes from the host, and its gradient goes
+        there."""
+        copied = self.fates.stream == "copied" and self.several
+        return {*self.forward_order.stream_leaves} if copied else set()
+
+    @cached_property
+    def come(self) -> range:
+        """Numbers the layers whose parameters come, embedding and head among them."""
+        return coming(self.layers, self.fates.layers_come, self.fates.edges_come)
+
+    @cached_property
+    def swept(self) -> list[Unit]:
+        """Lists the units whose input comes back for a sweep, in the order of the sweeps."""
+        swept = [below for unit in reversed(self.units) for below in self.swept_behind(unit)]
+        return [] if self.fates.x_stays else [unit for unit in swept if self.number[unit] in self.copied]
+
+    def swept_behind(self, unit: Unit) -> list[Unit]:
+        """Lists the unit whose keys and values a sweep makes behind the backward of another one, of the layer
+        above: none where they are still there."""
+        below = Unit(unit.layer - 1, unit.subsequence)
+        made = self.keys == "made" and below.layer >= 0 and keys_leave(below, self.layers)
+        return [below] if made else []
+
+    @cached_property
+    def input_after(self) -> dict[Unit, Unit]:
+        """Finds the unit whose input a sweep makes room for."""
+        return dict(zip(self.swept, self.swept[SWEEP_PLACES:], strict=False))
+
+    @cached_property
+    def home(self) -> Home:
+        return Home(self.fates.lent, self.layers, self.subsequences)
+
+    @cached_property
+    def helper(self) -> Helper:
+        return Helper(self.fates.guests, self.units, self.subsequences)
 
     def streams_output(self, unit: Unit) -> bool:
-        """Whether a unit's output goes to the host, or the head's gradient, and the gradient comes from
-        there."""
-        return (unit.layer + 1, unit.subsequence) in self.streamed
+        """Whether a unit's output goes to the host, or in training the head's gradient, and the gradient
+        comes from there."""
+        return (unit.layer + 1, unit.subsequence) in self.streamed and (
+            self.trains or unit.layer < self.layers - 1)
 
     # --- forward ---
 
@@ -232,7 +252,7 @@ class Program:
         yield Step(Op.FORWARD, unit)
         yield from self.home.after_forward(unit)
         yield from self.next_layer(layer, i)
-        if fates.keys == "copied" and keys_leave(unit, self.layers):
+        if self.keys == "copied" and keys_leave(unit, self.layers):
             yield Step(Op.OFFLOAD, unit, Moved.KEYS)
         if self.streams_output(unit) and layer < self.layers - 1:
             yield Step(Op.OFFLOAD, unit, Moved.STREAM)
@@ -248,7 +268,7 @@ class Program:
         """Yields the copy of what survives of unit k. Of one that keeps its input alone, which the layer
         below has sent already, nothing is left to send."""
         unit = self.units[k]
-        if k in self.fates.copied and not (k in self.fates.input_only and unit in self.streamed):
+        if k in self.copied and not (k in self.fates.input_only and unit in self.streamed):
             yield Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)
 
     # --- backward ---
@@ -258,7 +278,7 @@ class Program:
         fates, top, last = self.fates, self.layers - 1, self.subsequences - 1
         if fates.lent:
             yield Step(Op.ZERO, Unit(0, 0), back=True)
-        for unit in self.sweeps[:SWEEP_PLACES]:
+        for unit in self.swept[:SWEEP_PLACES]:
             yield Step(Op.PREFETCH, unit, Moved.INPUT, back=True)
         for layer in reversed(self.come[-LAYER_PLACES:]):
             if layer != self.layers:  # the head's came in the forward
@@ -300,13 +320,13 @@ class Program:
             yield from self.drop(layer)
         if unit in self.streamed:
             yield Step(Op.OFFLOAD, unit, Moved.GRADIENT, back=True)
-        if fates.keys == "copied" and (below := keys_below(unit)) in self.number:
+        if self.keys == "copied" and (below := keys_below(unit)) in self.number:
             yield Step(Op.PREFETCH, below, Moved.KEYS, back=True)
-        if k - n in fates.copied:
+        if k - n in self.copied:
             yield Step(Op.PREFETCH, self.units[k - n], Moved.ACTIVATIONS, back=True)
         if complete:  # behind the prefetches of activations, which need not wait for gradients to leave
             yield from self.next_sums(layer)
-        for swept in swept_behind(unit, fates, self.layers):
+        for swept in self.swept_behind(unit):
             yield Step(Op.SWEEP, swept, back=True)
             if swept in self.input_after:
                 yield Step(Op.PREFETCH, self.input_after[swept], Moved.INPUT, back=True)

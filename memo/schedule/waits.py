@@ -6,12 +6,13 @@ writes; not for its own stream, which does one thing after the other, nor where 
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from memo.schedule.access import Memory
 from memo.schedule.place import Access, Place
-from memo.schedule.program import Fates, program
+from memo.schedule.program import Program
 from memo.schedule.states import States
 from memo.schedule.step import Step
 
@@ -41,12 +42,9 @@ class Left(NamedTuple):
 
 
 @lru_cache(16)  # most of the layouts that a search tries have the same
-def schedule(fates: Fates, layers: int, subsequences: int = 1, order: str = "layer",
-             trains: bool = True) -> Schedule:
-    """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
-    fates = fates.of(subsequences, trains)
-    return with_waits(program(fates, layers, subsequences, order, trains),
-                      Memory(fates, layers, subsequences, order, trains))
+def schedule(program: Program) -> Schedule:
+    """Makes the schedule of a program."""
+    return with_waits(program.steps(), Memory(program))
 
 
 def with_waits(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = ()) -> Schedule:
@@ -88,7 +86,7 @@ class Waiting:
                 if place in writer:
                     earlier[writer[place]] = place
                 if place in readers:
-                    earlier |= dict.fromkeys(readers[place].values(), place)
+                    earlier.update(dict.fromkeys(readers[place].values(), place))
             clock, waits = dict(self.clock_of.get(stream, {})), {}
             for other in sorted((k for k in earlier if streams[k] != stream), reverse=True):
                 if other > clock.get(streams[other], -1):
@@ -170,16 +168,16 @@ class Passes(NamedTuple):
         return Passes(*map(compute_only, self))
 
 
-def passes_of(fates: Fates, layers: int, subsequences: int, order: str, states: States,
-              trains: bool = True, orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
-    """Makes the Passes of a stage; without `trains` the evaluation alone. `orders`: the launch orders of a
-    training pass and of an evaluation, where they are not program()'s."""
-    cases = [(fates.of(subsequences, way), layers, subsequences, order, way) for way in (True, False)]
-    train, evaluation = ([*steps] for steps in orders or [program(*case) for case in cases])
-    training, evaluating = (Memory(*case, states) for case in cases)
+def passes_of(program: Program, states: States,
+              orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
+    """Makes the Passes of a stage; of a program that does not train the evaluation alone. `orders`: the
+    launch orders of a training pass and of an evaluation, where they are not the programs'."""
+    alone, trains = replace(program, trains=False), program.trains
+    train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
+    training, evaluating = Memory(program, states), Memory(alone, states)
     made = [(evaluation, evaluating)]
     if trains:
-        last, update = [*states.with_reductions(train, subsequences)], [*states.update()]
+        last, update = [*states.with_reductions(train, program.subsequences)], [*states.update()]
         early = [*states.with_sums(train)]  # of the micro batches before the last one
         made += [(last, training), (update, training)] + [(early, training)] * (len(early) < len(last))
     before: list[Left] = []

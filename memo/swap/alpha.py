@@ -95,7 +95,7 @@ class AlphaProblem:
     @cached_property
     def swapped(self) -> list[int]:
         """Units of each subsequence that are swapped."""
-        of = self.placement.units_of_first(self.n_swapped)
+        of = self.placement.forward_order.first(self.n_swapped)
         return [of[i] for i in range(len(self.cuts))]
 
     @cached_property

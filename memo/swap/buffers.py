@@ -3,6 +3,7 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -16,7 +17,7 @@ from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
-from memo.schedule.waits import Passes
+from memo.schedule.waits import Passes, passes_of
 from memo.swap.lending import Lending, flat, of_rows, of_sequences
 from memo.swap.placement import Placement
 from memo.swap.sizes import Sizes, shared_regions
@@ -105,7 +106,7 @@ class Swap:
         self.missing = [missing[like] for like in p.like]
         self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
         self.executor = Executor(self.streams, self.label)
-        self.set_passes(p.passes(states or States(p.n_layer), gradients))
+        self.set_passes(passes_of(replace(p.program, trains=gradients), states or States(p.n_layer)))
         self.pairs = self.swapped_pairs()
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

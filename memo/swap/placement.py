@@ -2,26 +2,18 @@
 Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice
 from math import prod
 
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, guest_number
-from memo.schedule.program import STREAM_PLACES, SWEEP_PLACES, Fates, Surroundings, keys_leave
-from memo.schedule.states import States
-from memo.schedule.step import Step, Unit
-from memo.schedule.waits import Passes, Schedule, passes_of, schedule
-from memo.swap.forward_order import (
-    ForwardOrder,
-    buffers_in_turns,
-    forward_order,
-    stream_places,
-    streamed_of_first,
-    units_of_first,
-)
+from memo.schedule.order import STREAM_PLACES, ForwardOrder, forward_order, keys_leave
+from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
+from memo.schedule.step import Unit
+from memo.schedule.waits import Schedule, schedule
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
 
@@ -86,7 +78,7 @@ class Placement(Surroundings):
         """Whether there are several subsequences."""
         return len(self.cuts) > 1
 
-    @property
+    @cached_property
     def subsequences(self) -> int:
         return max(1, len(self.cuts))
 
@@ -103,15 +95,9 @@ class Placement(Surroundings):
     def forward_order(self) -> ForwardOrder:
         return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
 
-    def units_of_first(self, n: int) -> Counter[int]:
-        """{place of a subsequence, or guest, in `lengths`: its units among the first n}."""
-        return units_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
-
     def streamed_of_first(self, n: int) -> Counter[int]:
-        """The same of those whose input the stream has."""
-        if not self.stream_rows:
-            return Counter()
-        return streamed_of_first(self.n_layer, self.subsequences, self.order, self.guests, n)
+        """Counts by kind those of the first n units whose input the stream has."""
+        return self.forward_order.streamed_of_first(n) if self.stream_rows else Counter()
 
     @property
     def units(self) -> list[Unit]:
@@ -143,12 +129,12 @@ class Placement(Surroundings):
         """The stages that compute for this one, and those for which it computes."""
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
-    @property
+    @cached_property
     def likes(self) -> list[int]:
         """Of each unit the place of its subsequence, or guest, in `lengths`."""
-        return self.forward_order.likes
+        return self.forward_order.kinds
 
-    @property
+    @cached_property
     def number(self) -> dict[Unit, int]:
         """{(layer, subsequence): the place of the unit in that order}."""
         return self.forward_order.number
@@ -224,7 +210,7 @@ class Placement(Surroundings):
         n = self.n_inputs if name == INPUT else self.n_buffers
         if not self.several and (name == INPUT or n != 2):  # one after the other
             return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        found = buffers_in_turns(self.n_layer, self.subsequences, self.order, self.guests, self.lengths, n)
+        found = buffers_in_turns(self.forward_order, self.lengths, n)
         if n != 2:
             return found
         lengths = [rows for _, rows in found]
@@ -295,7 +281,7 @@ class Placement(Surroundings):
         """(stream_rows, the rows of the slab that these take)."""
         if not self.several or self.stream != "copied":
             return {}, 0
-        return stream_places(self.n_layer, self.order, self.cuts, self.kept.get(INPUT) == 0)
+        return stream_places(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
 
     def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the host slab for what lies between layers."""
@@ -327,8 +313,8 @@ class Placement(Surroundings):
                 for k, (i, unit) in enumerate(zip(self.likes, self.units, strict=True))]
 
     @cached_property
-    def fates(self) -> Fates:
-        """What the schedule needs to know of the units."""
+    def program(self) -> Program:
+        """Makes the program of a training step."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
         lacking = {i for i, n in enumerate(self.lengths) if any(
@@ -336,17 +322,12 @@ class Placement(Surroundings):
         fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
         rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
         around = {f.name: getattr(self, f.name) for f in fields(Surroundings)}
-        return Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
+        fates = Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
+        return Program(fates, self.n_layer, self.subsequences, self.order)
 
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
-        return schedule(self.fates, self.n_layer, self.subsequences, self.order, trains)
-
-    def passes(self, states: States, trains: bool = True,
-               orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
-        """Makes the schedules of a run; without `trains`, that of a forward that keeps nothing. `orders`: see
-        passes_of()."""
-        return passes_of(self.fates, self.n_layer, self.subsequences, self.order, states, trains, orders)
+        return schedule(replace(self.program, trains=trains))
 
     def key_place(self, unit: Unit) -> int:
         """The first row of a unit's keys and values, from the begin of their memory."""
@@ -398,8 +379,8 @@ class Placement(Surroundings):
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
         """{tensor: bytes of what all units send to the host, or to where it stays}."""
         swapped, found = max(0, self.n_swapped), dict[str, int]()
-        some = self.units_of_first(swapped) - Counter(self.likes[k] for k in self.gives_up)
-        whole = self.units_of_first(swapped) - self.streamed_of_first(swapped)
+        some = self.forward_order.first(swapped) - Counter(self.likes[k] for k in self.gives_up)
+        whole = self.forward_order.first(swapped) - self.streamed_of_first(swapped)
         for name, t in tensors.items():
             if not self.apart(name) and not (self.x_stays and name == INPUT):
                 found[name] = self.row_bytes(t) * sum(
@@ -422,6 +403,26 @@ class Placement(Surroundings):
         return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors).values())
 
 
+@lru_cache(128)  # many placements of a search have the same
+def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> list[tuple[int, int]]:
+    """Lists (first row, rows) of n buffers, one after the other, that units of `lengths` take in turns."""
+    rows = [lengths[kind] for kind in order.kinds]
+    longest = [max(rows[b::n]) for b in range(n)]
+    return list(zip(accumulate(longest, initial=0), longest, strict=False))
+
+
+@lru_cache(16)
+def stream_places(order: ForwardOrder, cuts: tuple[int, ...],
+                  forward_only: bool) -> tuple[dict[Unit, tuple[int, int]], int]:
+    """Finds Placement.stream_rows of a stream that is copied, and the rows of the slab that these take."""
+    places, end, firsts = dict[Unit, tuple[int, int]](), 0, [0, *accumulate(cuts)]
+    for unit in order.stream_leaves:
+        i = unit.subsequence
+        places[unit] = firsts[i] if forward_only else end, cuts[i]
+        end = max(end, sum(places[unit]))
+    return places, end
+
+
 def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
     """The placement with the stream whole where its buffers and regions fit so many bytes of the device that
     way; else copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last
@@ -430,7 +431,7 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
         return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
     nbytes, fewer = (p.device_bytes(tensors) for p in (whole, copied))
-    return copied if whole.fates.copied and fewer < nbytes and nbytes > spare_bytes else whole
+    return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:

@@ -18,7 +18,7 @@ class Sizes:
 
     def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int = 0) -> None:
         p = self.placement = placement
-        self.memory = Memory(p.fates, p.n_layer, p.subsequences, p.order, trains=True)
+        self.memory = Memory(p.program)
         itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         x, keys = p.row_bytes(tensors[INPUT]), p.keys_row_bytes(tensors) if p.several else 0
         streams = Content.INPUT, Content.SWEPT, Content.BELOW, Content.ABOVE

@@ -1,0 +1,88 @@
+"""The units of a stage in the order of the forward, and what follows from this order alone. No torch."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from memo.msp import Shares, guest_number, guest_units
+from memo.schedule.step import Unit
+
+STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage
+
+
+def keys_below(unit: Unit) -> Unit:
+    """Finds the unit whose keys and values had the place of this one's before; its layer is negative where
+    there is none."""
+    layer, i = unit
+    return Unit(layer - (1 if i else 2), i)
+
+
+def keys_leave(unit: Unit, layers: int) -> bool:
+    """Whether a later layer takes over the place of a unit's keys and values."""
+    layer, i = unit
+    return layer + (1 if i else 2) < layers
+
+
+@dataclass(frozen=True)
+class ForwardOrder:
+    """The order of a stage's units: layer by layer, or subsequence by subsequence. The backward's is the
+    reverse. A unit's kind is the place of its subsequence, or guest, in Placement.lengths."""
+
+    layers: int
+    subsequences: int
+    by: str
+    guests: Shares
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Lists the units; those of guests come before the stage's own, and behind them."""
+        subsequences = range(self.subsequences)
+        if self.by == "layer":
+            return [Unit(layer, i) for layer in range(self.layers) for i in subsequences]
+        before, behind = ([Unit(*unit) for unit in guest_units(self.guests, self.subsequences, way)]
+                          for way in (True, False))
+        return [*before, *(Unit(layer, i) for i in subsequences for layer in range(self.layers)), *behind]
+
+    @cached_property
+    def number(self) -> dict[Unit, int]:
+        """Numbers the units."""
+        return {unit: k for k, unit in enumerate(self.units)}
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Lists the kind of each unit."""
+        guests = (guest_number(piece, self.subsequences) for piece in self.guests)
+        kind = {number: k for k, number in enumerate([*range(self.subsequences), *guests])}
+        return [kind[i] for _, i in self.units]
+
+    @cached_property
+    def neighbours(self) -> set[tuple[int, int]]:
+        """Collects the kinds of units that are one after the other."""
+        return {*pairwise(self.kinds)}
+
+    @cached_property
+    def stream_leaves(self) -> list[Unit]:
+        """Lists the units of which what lies below them leaves the device, and its gradient, where the stream
+        is copied; of layer `layers`, which is no unit: the gradient alone, that the head makes. Those of the
+        last subsequences stay in their places."""
+        heads = [Unit(self.layers, i) for i in range(self.subsequences - STREAM_PLACES)]
+        return [unit for unit in self.units if unit.layer > 0 and self.by == "layer"] + heads
+
+    @cached_property
+    def keys_leaving(self) -> Counter[int]:
+        """Counts by kind the units whose keys and values give way to another layer's."""
+        return Counter(kind for kind, unit in zip(self.kinds, self.units, strict=True)
+                       if keys_leave(unit, self.layers))
+
+    def first(self, n: int) -> Counter[int]:
+        """Counts the first n units by kind."""
+        return Counter(self.kinds[:n])
+
+    def streamed_of_first(self, n: int) -> Counter[int]:
+        """Counts those of the first n units whose input leaves where the stream is copied."""
+        numbers = (self.number.get(unit, n) for unit in self.stream_leaves)
+        return Counter(self.kinds[k] for k in numbers if k < n)
+
+
+forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same
