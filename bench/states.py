@@ -237,7 +237,7 @@ def limit(_):
     counted, times = Counted(), Timeline()
     by_itself = Streams(*(CpuStream(name, times, threaded=False)
                           for name in ("compute", "offload", "prefetch")), times,
-                        optimizer=CpuStream("optimizer", times, threaded=False))
+                        {"optimizer": CpuStream("optimizer", times, threaded=False)})
     bound = counted.during(Steps, replace(cfg, states="host"), dtype, by_itself)
     counted.held -= sum(t.nbytes for t in bound.optimizer.states().values())  # the host's
     counted.peak = counted.held

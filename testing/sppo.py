@@ -70,7 +70,7 @@ class AtLast(CpuStream):
     def put(self, job: Callable) -> None:
         self.late.append(job)
 
-    def put_mark(self) -> CpuMark:
+    def mark(self) -> CpuMark:
         mark = CpuMark()
         mark.reached = Asked(self.late)
         self.put(lambda: mark.reach(self.error))

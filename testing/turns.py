@@ -92,7 +92,7 @@ class ByTurns(CpuStream):
         return bool(self.queue) and (self.queue[0][1] is None or self.queue[0][1].reached.is_set())
 
     def synchronize(self) -> None:
-        end = self.put_mark()
+        end = self.mark()
         while not end.reached.is_set():
             ready = [stream for stream in self.streams if stream.ready]
             [stream] = random.choices(ready, [stream.weight for stream in ready])
@@ -104,7 +104,7 @@ def streams_by_turns() -> Streams:
     timeline, taking_turns = Timeline(), list[ByTurns]()
     compute, offload, prefetch, optimizer = (ByTurns(name, timeline, taking_turns)
                                              for name in ("compute", "offload", "prefetch", "optimizer"))
-    return Streams(compute, offload, prefetch, timeline, optimizer=optimizer)
+    return Streams(compute, offload, prefetch, timeline, {"optimizer": optimizer})
 
 
 def shuffle(streams: list[ByTurns], seed: int, removed: str, late: str) -> None:
@@ -162,7 +162,7 @@ class Racing:
             optimizer.clip(1.0)
             optimizer.step(1e-3)
         streams = model.swap.streams
-        for stream in (streams.compute, streams.offload, streams.prefetch, streams.optimizer):
+        for stream in (streams.compute, streams.offload, streams.prefetch, streams.named("optimizer")):
             assert stream is not None
             stream.synchronize()  # a stream that nobody waits for has work left
         return [*seen, optimizer.norm.clone(), optimizer.master.clone(), optimizer.exp_avg_sq.clone()]

@@ -14,7 +14,7 @@ from math import inf
 from memo.msp import Help, guest_number
 from memo.schedule.help import pieces_of, turns_of
 from memo.schedule.order import STREAM_PLACES
-from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place
+from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place_at
 from memo.schedule.program import EMBEDDING, LAYER_PLACES, SWEEP_PLACES, Program, layer_of
 from memo.schedule.states import ADDS, States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
@@ -46,26 +46,26 @@ class Memory:
     # --- where things lie ---
 
     def kept(self, unit: Unit) -> Place:
-        return place(Region.KEPT, self.number[unit] % self.fates.n_buffers)
+        return place_at(Region.KEPT, self.number[unit] % self.fates.n_buffers)
 
     def rest(self, unit: Unit) -> Place:
-        return place(Region.REST, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
+        return place_at(Region.REST, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
 
     def input(self, unit: Unit) -> Place:
         """Where a unit keeps its input; with one subsequence that of layer `layers` is the head's."""
         if self.fates.x_stays:
-            return place(Region.INPUT, *unit)
+            return place_at(Region.INPUT, *unit)
         n = self.fates.n_buffers
-        return place(Region.INPUT, self.number[unit] % n if self.several else unit.layer % (n + 1))
+        return place_at(Region.INPUT, self.number[unit] % n if self.several else unit.layer % (n + 1))
 
     def below(self, unit: Unit) -> Place:
         """Where a unit finds its input, and puts the gradient of it."""
         if unit.subsequence in self.guests:
-            return place(Region.GUEST_STREAM, unit.subsequence)
+            return place_at(Region.GUEST_STREAM, unit.subsequence)
         if not self.several:
             return self.input(unit)
         turn = self.number[unit] if self.by_layer else unit.subsequence
-        return place(Region.STREAM, turn % STREAM_PLACES if self.in_turns else unit.subsequence)
+        return place_at(Region.STREAM, turn % STREAM_PLACES if self.in_turns else unit.subsequence)
 
     def above(self, unit: Unit) -> Place:
         """Where a unit puts its output, and finds the gradient of it: with several subsequences over its
@@ -75,11 +75,11 @@ class Memory:
     def keys(self, unit: Unit) -> Place:
         """Where a unit's own keys and values lie."""
         if unit.subsequence in self.guests:
-            return place(Region.GUEST_KEYS, self.turn[unit])
+            return place_at(Region.GUEST_KEYS, self.turn[unit])
         if self.program.keys == "stay":
-            return place(Region.KEYS, *unit)
+            return place_at(Region.KEYS, *unit)
         layer, i = unit
-        return place(Region.KEYS, i) if i else place(Region.KEYS, i, layer % 2)
+        return place_at(Region.KEYS, i) if i else place_at(Region.KEYS, i, layer % 2)
 
     def places(self, part: Part) -> Places:
         """Lists where a part lies on the device; of what is repaid: what a home adds it to."""
@@ -90,16 +90,16 @@ class Memory:
             case Content.INPUT:
                 return [self.input(unit)]
             case Content.SWEPT:
-                return [place(Region.SWEEP, self.swept[unit] % SWEEP_PLACES)]
+                return [place_at(Region.SWEEP, self.swept[unit] % SWEEP_PLACES)]
             case Content.BELOW | Content.ABOVE:
                 own = (self.below if content is Content.BELOW else self.above)(unit)
                 return self.with_helped(own, Region.STREAM_ROWS, unit, rows)
             case Content.SUMS | Content.REPAID if unit in self.turn:
-                return [place(Region.GUEST_GRADIENTS, self.turn[unit])]
+                return [place_at(Region.GUEST_GRADIENTS, self.turn[unit])]
             case Content.KEYS:
                 return self.with_helped(self.keys(unit), Region.KEYS_ROWS, unit, rows)
             case Content.SUMS:
-                return self.with_helped(place(Region.SUMS, *unit), Region.SUMS_ROWS, unit, rows)
+                return self.with_helped(place_at(Region.SUMS, *unit), Region.SUMS_ROWS, unit, rows)
             case Content.LOAN if unit in self.turn:
                 return [self.keys(unit)]
         # the layer's parameters: layers_of() has them
@@ -115,7 +115,7 @@ class Memory:
         if unit in self.turn:
             return [own]
         first, end = rows or (0, inf)
-        return [own] * (first == 0) + [place(helped, *own.at, piece.helper)
+        return [own] * (first == 0) + [place_at(helped, *own.at, piece.helper)
                                        for piece in self.pieces.get(unit.subsequence, ())
                                        if first <= piece.first and piece.end <= end]
 
@@ -123,10 +123,10 @@ class Memory:
         """Finds the host's copy of a part."""
         content, unit, _ = part
         if content in (Content.BELOW, Content.ABOVE):
-            return place(Region.SLAB_STREAM, unit.layer + (content is Content.ABOVE), unit.subsequence)
+            return place_at(Region.SLAB_STREAM, unit.layer + (content is Content.ABOVE), unit.subsequence)
         if unit in self.streamed and content in (Content.INPUT, Content.SWEPT):
-            return place(Region.SLAB_STREAM, *unit)
-        return place(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, *unit)
+            return place_at(Region.SLAB_STREAM, *unit)
+        return place_at(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, *unit)
 
     def prefix(self, unit: Unit, own: bool) -> Places:
         """Keys and values that a unit's attention reads: of the subsequences before; with `own` its own
@@ -201,7 +201,7 @@ class Memory:
             return self.of_states(step)
         if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
             assert step.peer is not None  # the helper
-            repaid = [place(Region.REPAID, step.peer)]
+            repaid = [place_at(Region.REPAID, step.peer)]
             touched = Access(repaid, self.places(*self.moves(step))) if step.computes else Access([], repaid)
         elif step.computes:
             touched = COMPUTES[step.op](self, step.unit)
@@ -228,21 +228,21 @@ class Memory:
         return (layer, EMBEDDING) if step.op is Op.HEAD and EMBEDDING not in self.program.come else (layer,)
 
     def weights(self, layer: int) -> Place:
-        return place(Region.WEIGHTS, layer % LAYER_PLACES if layer in self.program.come else layer)
+        return place_at(Region.WEIGHTS, layer % LAYER_PLACES if layer in self.program.come else layer)
 
     def gradients(self, layer: int) -> Place:
         turns = layer in self.program.come or layer in self.states.in_turns
-        return place(Region.WEIGHT_GRADIENTS, layer % LAYER_PLACES if turns else layer)
+        return place_at(Region.WEIGHT_GRADIENTS, layer % LAYER_PLACES if turns else layer)
 
     def masters(self, layer: int) -> Place:
         """Where new parameters lie before they come to the device: on the host over the gradients."""
         over = self.states.on_host and not self.states.apart
-        return place(Region.SUMS_OF_PASSES if over else Region.MASTERS, layer)
+        return place_at(Region.SUMS_OF_PASSES if over else Region.MASTERS, layer)
 
     def of_states(self, step: Step) -> Access:
         layer = step.unit.layer
         weights, gradients, masters = self.weights(layer), self.gradients(layer), self.masters(layer)
-        left = place(Region.SUMS_OF_PASSES, layer)
+        left = place_at(Region.SUMS_OF_PASSES, layer)
         match step.op, step.moved:
             case Op.PREFETCH, Moved.WEIGHTS:
                 return Access([masters], [weights])
@@ -254,8 +254,8 @@ class Memory:
                 return Access([], [gradients])
             case Op.GATHER, _:
                 return Access([], [weights])
-        scale, stay = place(Region.SCALE, 0), self.states.stay
-        every = [place(Region.SUMS_OF_PASSES, layer) for layer in self.states.every]
+        scale, stay = place_at(Region.SCALE, 0), self.states.stay
+        every = [place_at(Region.SUMS_OF_PASSES, layer) for layer in self.states.every]
         match step.op:
             case Op.CLIP:  # sums what all tp ranks hold, in place
                 return Access([], [*every, *map(self.gradients, stay), scale])
@@ -309,7 +309,7 @@ class Memory:
         if unit in self.turn:
             writes += [self.keys(unit), *self.places(Part(Content.REPAID, unit))]
         elif fates.lent:  # it adds to the sums of all before it and of its own, and uses its keys up
-            writes += [self.keys(unit), place(Region.SUMS, *unit), *self.places(Part(Content.REPAID, unit))]
+            writes += [self.keys(unit), place_at(Region.SUMS, *unit), *self.places(Part(Content.REPAID, unit))]
         return Access(reads, writes)
 
     def embed_backward(self, unit: Unit) -> Access:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from memo.schedule.spans import wait_kind, wait_label
 from memo.schedule.step import Step
-from memo.schedule.streams import Event, Streams, stream_named
+from memo.schedule.streams import Event, Streams
 from memo.schedule.waits import Schedule
 
 
@@ -45,7 +45,7 @@ class Executor:
     def run(self, steps: Schedule, work_of: Callable[[Step], Work]) -> None:
         """Launches the steps. work_of(step): what it does."""
         for step, waits in steps.items():
-            stream = stream_named(self.streams, step.stream)
+            stream = self.streams.named(step.stream)
             for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
                 stream.wait(self.events[earlier], self.reasons[step, earlier])
             work = work_of(step)

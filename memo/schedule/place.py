@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
 
 @cache  # a program asks for the same ones again and again
-def place(region: Region, *at: int) -> Place:
+def place_at(region: Region, *at: int) -> Place:
     """Makes a place."""
     return Place(region, at)
 

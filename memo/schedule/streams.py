@@ -78,6 +78,36 @@ class Untimed(Timeline):
     def add(self, stream: str, kind: str, label: str, before: TimedMark, behind: TimedMark) -> None: ...
 
 
+class TimedStream(Protocol):
+    """What both kinds of stream have in common. mark() marks a point in it, start() hands it work, hold() is
+    a wait without a span."""
+
+    name: str
+    timeline: Timeline
+
+    def mark(self) -> TimedMark: ...
+    def start(self, work: Callable[..., object], *args: object) -> None: ...
+    def hold(self, event: Event) -> None: ...
+
+    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
+        """Queues work(*args). Without a label it leaves no span."""
+        before = self.mark() if label else None
+        self.start(work, *args)
+        if before is not None:
+            self.timeline.add(self.name, "launch", label, before, self.mark())
+
+    def record(self, event: Event) -> None:
+        event.mark = self.mark()
+
+    def wait(self, event: Event, label: str = "") -> None:
+        """Holds back what is launched from now on until the last record() of `event` is reached. Errors, on
+        the CPU: what went wrong before it in its stream."""
+        if event.mark is not None:
+            before = self.mark()
+            self.hold(event)
+            self.timeline.add(self.name, event.kind, label or event.name, before, self.mark())
+
+
 # --- CUDA ---
 
 class CudaMark:
@@ -91,38 +121,22 @@ class CudaMark:
         return milliseconds / 1e3
 
 
-class CudaStream:
+class CudaStream(TimedStream):
     def __init__(self, name: str, timeline: Timeline, stream: torch.cuda.Stream) -> None:
         self.name, self.timeline, self.stream = name, timeline, stream
 
-    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
-        """Queues work(*args). Without a label it leaves no span."""
-        before = CudaMark(self.stream) if label else None
+    def mark(self) -> CudaMark:
+        return CudaMark(self.stream)
+
+    def start(self, work: Callable[..., object], *args: object) -> None:
         with torch.cuda.stream(self.stream):
-            self.start(work, *args)
-        if before is not None:
-            self.timeline.add(self.name, "launch", label, before, CudaMark(self.stream))
-
-    @staticmethod
-    def start(work: Callable[..., object], *args: object) -> None:
-        work(*args)
-
-    def record(self, event: Event) -> None:
-        event.mark = CudaMark(self.stream)
+            work(*args)
 
     def hold(self, event: Event) -> None:
-        """wait(), without a span."""
         if isinstance(event.mark, CudaMark):
             self.stream.wait_event(event.mark.event)
         elif event.mark is not None:
             event.mark.wait()  # a thread's: by the host
-
-    def wait(self, event: Event, label: str = "") -> None:
-        """Holds back what is launched from now on until the last record() of `event` is reached."""
-        if event.mark is not None:
-            before = CudaMark(self.stream)
-            self.hold(event)
-            self.timeline.add(self.name, event.kind, label or event.name, before, CudaMark(self.stream))
 
     def synchronize(self) -> None:
         """Waits until all that was launched is done."""
@@ -134,11 +148,11 @@ class CudaStream:
 class CudaMessages(CudaStream):
     """The stream of messages that a library has one of its own for."""
 
-    @staticmethod
-    def start(work: Callable[..., object], *args: object) -> None:
-        works = work(*args)
-        assert isinstance(works, Works)
-        works.wait()
+    def start(self, work: Callable[..., object], *args: object) -> None:
+        with torch.cuda.stream(self.stream):
+            works = work(*args)
+            assert isinstance(works, Works)
+            works.wait()
 
 
 # --- the CPU ---
@@ -163,7 +177,7 @@ class CpuMark:
         return self.time - other.time
 
 
-class CpuStream:
+class CpuStream(TimedStream):
     """A worker thread; with `threaded=False` the calling thread, where everything is done when the call
     returns.
 
@@ -194,37 +208,21 @@ class CpuStream:
             self.worker.start()
         self.jobs.put(job)
 
-    def put_mark(self) -> CpuMark:
+    def mark(self) -> CpuMark:
         mark = CpuMark()
         self.put(lambda: mark.reach(self.error))
         return mark
 
-    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
-        """Queues work(*args). Without a label it leaves no span."""
-        before = self.put_mark() if label else None
+    def start(self, work: Callable[..., object], *args: object) -> None:
         self.put(lambda: self.error or work(*args))
-        if before is not None:
-            self.timeline.add(self.name, "launch", label, before, self.put_mark())
-
-    def record(self, event: Event) -> None:
-        event.mark = self.put_mark()
-
-    def wait(self, event: Event, label: str = "") -> None:
-        """Holds back what is launched from now on until the last record() of `event` is reached. Errors: what
-        went wrong before it in its stream."""
-        if event.mark is not None:
-            before = self.put_mark()
-            self.hold(event)
-            self.timeline.add(self.name, event.kind, label or event.name, before, self.put_mark())
 
     def hold(self, event: Event) -> None:
-        """wait(), without a span."""
         if event.mark is not None:
             self.put(event.mark.wait)
 
     def synchronize(self) -> None:
         """Waits until all that was launched is done. Errors: what went wrong in it."""
-        self.put_mark().wait()
+        self.mark().wait()
 
     def close(self) -> None:
         """Waits for the work in hand and ends the thread."""
@@ -288,56 +286,46 @@ class CpuMessages:
 # --- both ---
 
 Stream = CudaStream | CpuStream
+AnyStream = Stream | CpuMessages
 
 
 class Streams(NamedTuple):
-    """Holds the streams of a device. `send`, `receive` and `lanes` carry messages between stages, `replicas`
-    those among the ranks that hold the same parameters; `optimizer` is the host's."""
+    """Holds the streams of a device. `others`, by name: "send", "receive" and lanes such as "to 1" carry
+    messages between stages, "replicas" those among the ranks that hold the same parameters; "optimizer" is
+    the host's."""
 
     compute: Stream
     offload: Stream
     prefetch: Stream
     timeline: Timeline
-    send: Stream | None = None
-    receive: Stream | None = None
-    replicas: CudaMessages | CpuMessages | None = None
-    optimizer: CpuStream | None = None
-    lanes: Mapping[str, Stream] = MappingProxyType({})
+    others: Mapping[str, AnyStream] = MappingProxyType({})
 
-
-def stream_named(streams: Streams, name: str) -> Stream | CpuMessages:
-    """Finds a stream by its name."""
-    return streams.lanes[name] if name in streams.lanes else getattr(streams, name)
-
-
-def beside_compute(streams: Streams) -> list[Stream | CpuMessages]:
-    """Lists all streams but compute's."""
-    others = (streams.offload, streams.prefetch, streams.send, streams.receive, streams.replicas,
-              streams.optimizer, *streams.lanes.values())
-    return [stream for stream in others if stream is not None]
+    def named(self, name: str) -> AnyStream:
+        """Finds a stream by its name."""
+        return self.others[name] if name in self.others else getattr(self, name)
 
 
 def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[str] = ()) -> Streams:
-    """The streams of a device, with `messages` also those to and from other stages, and `lanes` more of such.
-    Compute is the one that torch uses anyway, on the CPU the calling thread."""
-    cpu, timeline, side = device.type == "cpu", Timeline(), dict[str, Stream]()
+    """Opens the streams of a device, with `messages` also those to and from neighbours, and `lanes` to and
+    from other stages. Compute is the one that torch uses anyway, on the CPU the calling thread."""
+    cpu, timeline = device.type == "cpu", Timeline()
+
+    def opened(name: str) -> Stream:
+        # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
+        # shared one would wait for each other
+        return CpuStream(name, timeline) if cpu else CudaStream(name, timeline, torch.cuda.Stream(device, -1))
     compute: Stream = CpuStream("compute", timeline, threaded=False)
     if not cpu:
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
-    for name in ("offload", "prefetch", *("send", "receive") * messages, *lanes):
-        # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
-        # shared one would wait for each other
-        side[name] = (CpuStream(name, timeline) if cpu else
-                      CudaStream(name, timeline, torch.cuda.Stream(device, -1)))
-    others = {name: side.pop(name) for name in lanes}
-    replicas = CpuMessages() if cpu else CudaMessages("replicas", timeline, torch.cuda.Stream(device, -1))
+    others: dict[str, AnyStream] = {name: opened(name) for name in (*("send", "receive") * messages, *lanes)}
+    others["replicas"] = CpuMessages() if cpu else CudaMessages(
+        "replicas", timeline, torch.cuda.Stream(device, -1))
     # a thread's clock is not a GPU's: its spans are in no picture then
-    optimizer = CpuStream("optimizer", timeline if cpu else Untimed())
-    return Streams(compute=compute, timeline=timeline, lanes=others, replicas=replicas, optimizer=optimizer,
-                   **side)
+    others["optimizer"] = CpuStream("optimizer", timeline if cpu else Untimed())
+    return Streams(compute, opened("offload"), opened("prefetch"), timeline, others)
 
 
 def close_streams(streams: Streams) -> None:
     """Waits for every copy and message under way, then lets the streams go."""
-    for stream in (streams.compute, *beside_compute(streams)):
+    for stream in (streams.compute, streams.offload, streams.prefetch, *streams.others.values()):
         stream.close()

@@ -12,7 +12,7 @@ import torch
 from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
-from memo.schedule.place import Content, Part, Region, place
+from memo.schedule.place import Content, Part, Region, place_at
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
@@ -204,7 +204,7 @@ class Swap:
                   if step.op in COPIES and not step.of_states]
         end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
-        places = {(place(Region.SLAB_STREAM, *unit), False): first * row
+        places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
         pairs = dict[Part, Pairs]()
         for step in copies:  # to the host first
@@ -212,10 +212,10 @@ class Swap:
             for part in reversed(memory.moves(step)):  # inputs first, as a layer has them
                 if part in pairs:
                     continue
-                place, pairs[part] = (memory.slab(part), part.content is Content.KEPT), []
-                if place not in places:
-                    places[place], end = end, end + sizes.of(part)
-                at = places[place]
+                there, pairs[part] = (memory.slab(part), part.content is Content.KEPT), []
+                if there not in places:
+                    places[there], end = end, end + sizes.of(part)
+                at = places[there]
                 for t in self.views(part) if sizes.of(part) else ():
                     assert self.slab is not None  # it is as large as all that goes there
                     pairs[part] += self.slab.pairs(at, bytes_of(t))
