@@ -309,7 +309,8 @@ class Memory:
         if unit in self.turn:
             writes += [self.keys(unit), *self.places(Part(Content.REPAID, unit))]
         elif fates.lent:  # it adds to the sums of all before it and of its own, and uses its keys up
-            writes += [self.keys(unit), place_at(Region.SUMS, *unit), *self.places(Part(Content.REPAID, unit))]
+            sums = place_at(Region.SUMS, *unit)
+            writes += [self.keys(unit), sums, *self.places(Part(Content.REPAID, unit))]
         return Access(reads, writes)
 
     def embed_backward(self, unit: Unit) -> Access:
