@@ -79,10 +79,5 @@ class ForwardOrder:
         """Counts the first n units by kind."""
         return Counter(self.kinds[:n])
 
-    def streamed_of_first(self, n: int) -> Counter[int]:
-        """Counts those of the first n units whose input leaves where the stream is copied."""
-        numbers = (self.number.get(unit, n) for unit in self.stream_leaves)
-        return Counter(self.kinds[k] for k in numbers if k < n)
-
 
 forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same

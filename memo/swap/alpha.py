@@ -121,8 +121,9 @@ class AlphaProblem:
         """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
         known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
         if "beside" not in known:
-            streamed = p.streamed_of_first(self.n_swapped)
-            twice = sum(n * self.cuts[i] for i, n in streamed.items())  # inputs that the stream has
+            # inputs that the stream has
+            twice = sum(rows for unit, (_, rows) in p.stream_rows.items()
+                        if p.number.get(unit, inf) < self.n_swapped)
             known["beside"] = (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
                                - p.row_bytes(self.tensors[INPUT]) * twice)
         return known["beside"]

@@ -12,7 +12,7 @@ import torch
 from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
-from memo.schedule.place import Content, Part, Region, place_at
+from memo.schedule.place import Content, Part, Place, Region
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
@@ -87,13 +87,13 @@ class Swap:
         self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
             self.add_pieces(gradients, numel)
-            shape, row = tensors[INPUT].shape, p.row_bytes(tensors[INPUT])
+            shape, row, memory = tensors[INPUT].shape, p.row_bytes(tensors[INPUT]), self.sizes.memory
             whole = self.buffers["stream"] if p.stream == "whole" else None
             if whole is not None:
                 self.x = [self.cut("stream", 0, shape, dtype)] * (p.n_layer + 1)
             for unit, s in self.units.items():
                 n = len(s.x) if unit[1] in p.guest_of else p.cuts[unit[1]]
-                place = self.cut("stream", p.stream_place(unit) * row, (n, *shape[1:]), dtype)
+                place = self.cut("stream", p.first_row(memory.below(unit)) * row, (n, *shape[1:]), dtype)
                 mine = place if len(place) == len(s.x) else of_sequences(place, B, 0, len(s.x))
                 self.whole[unit], self.between[unit] = (place, place), (mine, mine)
             swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
@@ -116,6 +116,7 @@ class Swap:
     def add_pieces(self, gradients: bool, numel: int) -> None:
         """The units' `pieces` and `sums`, of all subsequences up to theirs; of that one their own rows."""
         p, (tokens, heads) = self.placement, self.key_shape
+        memory = self.sizes.memory
         row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
 
         def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,10 +125,10 @@ class Swap:
             return k, v
         for layer in range(p.n_layer):
             units = [Unit(layer, i) for i in range(p.subsequences)]
-            keys = [piece("keys", p.key_place(unit) * row * self.dtype.itemsize, p.cuts[unit[1]], self.dtype)
-                    for unit in units]
-            sums = [piece("key_gradients", p.key_gradient_place(unit) * row * 4, p.cuts[unit[1]],
-                          torch.float32) for unit in units if gradients]
+            keys = [piece("keys", p.first_row(memory.keys(unit)) * row * self.dtype.itemsize,
+                          p.cuts[unit[1]], self.dtype) for unit in units]
+            sums = [piece("key_gradients", p.first_row(Place(Region.SUMS, unit)) * row * 4,
+                          p.cuts[unit[1]], torch.float32) for unit in units if gradients]
             for n, unit in enumerate(units, 1):
                 self.keys[unit], self.sums[unit] = keys[:n], sums[:n]
         if p.guests or p.lent:
@@ -204,7 +205,7 @@ class Swap:
                   if step.op in COPIES and not step.of_states]
         end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
-        places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
+        places = {(Place(Region.SLAB_STREAM, unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
         pairs = dict[Part, Pairs]()
         for step in copies:  # to the host first

@@ -11,6 +11,7 @@ from math import prod
 from memo.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.msp import Help, guest_number
 from memo.schedule.order import STREAM_PLACES, ForwardOrder, forward_order, keys_leave
+from memo.schedule.place import Place, Region
 from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
 from memo.schedule.step import Unit
 from memo.schedule.waits import Schedule, schedule
@@ -64,14 +65,12 @@ class Placement(Surroundings):
     def as_dict(self) -> dict[str, object]:
         """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
         stage, is left out."""
-        said = {name: value for name, value in asdict(self).items()
-                if value or name not in ("receives", "sends", "guests", "lent", "layers_come",
-                                         "edges_come")}
-        for name in said.keys() & {"guests", "lent"}:
-            said[name] = [piece._asdict() for piece in getattr(self, name)]
-        for name in () if self.several else ("cuts", "order", "keys", "stream", "dealt"):
-            del said[name]
-        return said if self.stays else {name: value for name, value in said.items() if name != "stays"}
+        silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come",
+                                    "stays") if not getattr(self, name)}
+        silent |= set() if self.several else {"cuts", "order", "keys", "stream", "dealt"}
+        said = {name: value for name, value in asdict(self).items() if name not in silent}
+        return said | {name: [piece._asdict() for piece in getattr(self, name)]
+                       for name in said.keys() & {"guests", "lent"}}
 
     @cached_property
     def several(self) -> bool:
@@ -95,10 +94,6 @@ class Placement(Surroundings):
     def forward_order(self) -> ForwardOrder:
         return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
 
-    def streamed_of_first(self, n: int) -> Counter[int]:
-        """Counts by kind those of the first n units whose input the stream has."""
-        return self.forward_order.streamed_of_first(n) if self.stream_rows else Counter()
-
     @property
     def units(self) -> list[Unit]:
         """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
@@ -109,11 +104,6 @@ class Placement(Surroundings):
     def guest_of(self) -> dict[int, Help]:
         """{its number: a guest}."""
         return {guest_number(piece, self.subsequences): piece for piece in self.guests}
-
-    @cached_property
-    def lent_to(self) -> dict[tuple[int, int], Help]:
-        """{(subsequence, helper): what others compute}."""
-        return {(piece.subsequence, piece.helper): piece for piece in self.lent}
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -274,34 +264,34 @@ class Placement(Surroundings):
         """{(layer, subsequence): (first row in the slab, which begins with these, rows)} of what leaves the
         device of what lies between layers: below that layer, or above the last one. Where no input survives
         its layer, in a pass without a backward, all layers' have the same places."""
-        return self.stream_places[0]
-
-    @property
-    def stream_places(self) -> tuple[dict[Unit, tuple[int, int]], int]:
-        """(stream_rows, the rows of the slab that these take)."""
         if not self.several or self.stream != "copied":
-            return {}, 0
-        return stream_places(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
+            return {}
+        return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
 
     def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of the host slab for what lies between layers."""
-        return self.row_bytes(tensors[INPUT]) * self.stream_places[1]
+        """Counts the bytes of the host slab for what lies between layers."""
+        return self.row_bytes(tensors[INPUT]) * max(map(sum, self.stream_rows.values()), default=0)
 
     @property
     def own_stream_rows(self) -> int:
         """Rows of the stream's memory, beside those of guests."""
         return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
 
-    def stream_place(self, unit: Unit) -> int:
-        """The first row, from the begin of the stream's memory, of a unit's input and output."""
-        if unit[1] in self.guest_of:
-            numbers = [*self.guest_of]
-            before = self.guests[:numbers.index(unit[1])]
-            return self.own_stream_rows + sum(piece.rows for piece in before)
-        if self.stream != "whole":
-            turn = self.number[unit] if self.order == "layer" else unit[1]
-            return max(self.cuts) * (turn % STREAM_PLACES)
-        return sum(self.cuts[:unit[1]])
+    def first_row(self, place: Place) -> int:
+        """Finds the first row of a place of the stream, of keys and values, or of the sums of their
+        gradients, from the begin of the memory for these."""
+        match place.region, place.at:
+            case Region.GUEST_STREAM, (number,):
+                before = self.guests[:[*self.guest_of].index(number)]
+                return self.own_stream_rows + sum(piece.rows for piece in before)
+            case Region.STREAM, (turn,) if self.stream != "whole":
+                return turn * max(self.cuts)
+            case Region.KEYS, (0, odd) if self.keys != "stay":  # the first piece has two places
+                return odd * self.n_rows
+            case Region.SUMS, (_, i) if self.order == "layer":  # those of one layer
+                return sum(self.cuts[:i])
+        *layer, i = place.at
+        return sum(layer) * self.n_rows + sum(self.cuts[:i])
 
     @cached_property
     def like(self) -> list[int]:
@@ -328,19 +318,6 @@ class Placement(Surroundings):
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
         return schedule(replace(self.program, trains=trains))
-
-    def key_place(self, unit: Unit) -> int:
-        """The first row of a unit's keys and values, from the begin of their memory."""
-        layer, i = unit
-        if self.keys == "stay":
-            return layer * self.n_rows + sum(self.cuts[:i])
-        return self.n_rows if i == 0 and layer % 2 else sum(self.cuts[:i])
-
-    def key_gradient_place(self, unit: Unit) -> int:
-        """The same of the sums of their gradients: of one layer, or of all where these come one subsequence
-        after the other."""
-        layer, i = unit
-        return layer * self.n_rows * (self.order == "subsequence") + sum(self.cuts[:i])
 
     def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """{region: bytes on the device} of what is needed besides buffers: what stays; with several
@@ -377,15 +354,12 @@ class Placement(Surroundings):
         return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
 
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
-        """{tensor: bytes of what all units send to the host, or to where it stays}."""
-        swapped, found = max(0, self.n_swapped), dict[str, int]()
-        some = self.forward_order.first(swapped) - Counter(self.likes[k] for k in self.gives_up)
-        whole = self.forward_order.first(swapped) - self.streamed_of_first(swapped)
-        for name, t in tensors.items():
-            if not self.apart(name) and not (self.x_stays and name == INPUT):
-                found[name] = self.row_bytes(t) * sum(
-                    n * self.copied_rows(i, name, self.kept_rows(i, name), resident)
-                    for i, n in (whole if name == INPUT else some).items())
+        """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""
+        found = dict.fromkeys(tensors, 0)
+        for k, units in Counter(self.like).items():
+            for name, (_, nbytes) in self.kept_bytes(k, tensors, resident).items():
+                if name != INPUT or not (self.x_stays or self.units[k] in self.stream_rows):
+                    found[name] += units * nbytes
         return {name: n for name, n in found.items() if n}
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -412,15 +386,13 @@ def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> l
 
 
 @lru_cache(16)
-def stream_places(order: ForwardOrder, cuts: tuple[int, ...],
-                  forward_only: bool) -> tuple[dict[Unit, tuple[int, int]], int]:
-    """Finds Placement.stream_rows of a stream that is copied, and the rows of the slab that these take."""
-    places, end, firsts = dict[Unit, tuple[int, int]](), 0, [0, *accumulate(cuts)]
-    for unit in order.stream_leaves:
-        i = unit.subsequence
-        places[unit] = firsts[i] if forward_only else end, cuts[i]
-        end = max(end, sum(places[unit]))
-    return places, end
+def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
+                forward_only: bool) -> dict[Unit, tuple[int, int]]:
+    """Finds Placement.stream_rows of a stream that is copied."""
+    units, firsts = order.stream_leaves, [0, *accumulate(cuts)]
+    ends = accumulate((cuts[i] for _, i in units), initial=0)
+    return {unit: (firsts[unit.subsequence] if forward_only else end, cuts[unit.subsequence])
+            for unit, end in zip(units, ends, strict=False)}
 
 
 def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
