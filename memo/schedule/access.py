@@ -52,14 +52,14 @@ class Memory:
         return place_at(Region.REST, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
 
     def input(self, unit: Unit) -> Place:
-        """Where a unit keeps its input; with one subsequence that of layer `layers` is the head's."""
+        """Finds where a unit keeps its input; with one subsequence that of layer `layers` is the head's."""
         if self.fates.x_stays:
             return place_at(Region.INPUT, *unit)
         n = self.fates.n_buffers
         return place_at(Region.INPUT, self.number[unit] % n if self.several else unit.layer % (n + 1))
 
     def below(self, unit: Unit) -> Place:
-        """Where a unit finds its input, and puts the gradient of it."""
+        """Finds where a unit's input comes from, and where the gradient of it goes."""
         if unit.subsequence in self.guests:
             return place_at(Region.GUEST_STREAM, unit.subsequence)
         if not self.several:
@@ -68,12 +68,12 @@ class Memory:
         return place_at(Region.STREAM, turn % STREAM_PLACES if self.in_turns else unit.subsequence)
 
     def above(self, unit: Unit) -> Place:
-        """Where a unit puts its output, and finds the gradient of it: with several subsequences over its
-        input."""
+        """Finds where a unit's output goes, and where the gradient of it comes from: with several
+        subsequences over its input."""
         return self.below(unit) if self.several else self.input(Unit(unit.layer + 1, 0))
 
     def keys(self, unit: Unit) -> Place:
-        """Where a unit's own keys and values lie."""
+        """Finds where a unit's own keys and values lie."""
         if unit.subsequence in self.guests:
             return place_at(Region.GUEST_KEYS, self.turn[unit])
         if self.program.keys == "stay":
@@ -235,7 +235,7 @@ class Memory:
         return place_at(Region.WEIGHT_GRADIENTS, layer % LAYER_PLACES if turns else layer)
 
     def masters(self, layer: int) -> Place:
-        """Where new parameters lie before they come to the device: on the host over the gradients."""
+        """Finds where new parameters lie before they come to the device: on the host over the gradients."""
         over = self.states.on_host and not self.states.apart
         return place_at(Region.SUMS_OF_PASSES if over else Region.MASTERS, layer)
 
@@ -317,7 +317,7 @@ class Memory:
         return Access(self.places(Part(Content.BELOW, unit)), [])
 
     def zero(self, unit: Unit) -> Access:
-        """The sums of all units of a home, which helpers add to before its own backwards do."""
+        """Touches the sums of all units of a home, which helpers add to before its own backwards do."""
         return Access([], [place for layer in range(self.program.layers)
                            for x in range(self.program.subsequences)
                            for place in self.places(Part(Content.SUMS, Unit(layer, x)))])

@@ -54,7 +54,7 @@ class Home:
         self.pieces = pieces_of(lent)
 
     def of(self, x: int) -> Sequence[Help]:
-        """The pieces of subsequence x that others compute."""
+        """Lists the pieces of subsequence x that others compute."""
         return self.pieces.get(x, ())
 
     def step(self, op: Op, moved: Moved | None, layer: int, piece: Help, back: bool = False) -> Step:

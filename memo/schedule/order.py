@@ -19,7 +19,7 @@ def keys_below(unit: Unit) -> Unit:
 
 
 def keys_leave(unit: Unit, layers: int) -> bool:
-    """Whether a later layer takes over the place of a unit's keys and values."""
+    """Says whether a later layer takes over the place of a unit's keys and values."""
     layer, i = unit
     return layer + (1 if i else 2) < layers
 

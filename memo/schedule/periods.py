@@ -28,7 +28,7 @@ class Totals(NamedTuple):
 
 
 def totals_of(program: Program, seconds: Callable[[Step], float]) -> Totals:
-    """The Totals of a program where a step takes seconds(step)."""
+    """Sums a program's seconds, where a step takes seconds(step)."""
     fates, layers, subsequences = program.fates, program.layers, program.subsequences
     if fates.guests:  # which have layers of other stages
         spans, _ = times = times_of(schedule(program), seconds)
@@ -59,7 +59,7 @@ def reach_of(program: Program) -> int:
 
 
 def runs_of(program: Program) -> list[int]:
-    """How many layers in a row have units of the same fates, from the first layer on."""
+    """Counts the layers in a row whose units have the same fates, from the first layer on."""
     kinds: list[list[tuple[bool, ...]]] = [[] for _ in range(program.layers)]
     for k, (layer, _) in enumerate(program.units):
         kinds[layer].append(program.fates.of_unit(k))
@@ -68,7 +68,7 @@ def runs_of(program: Program) -> list[int]:
 
 def totals_of_few(program: Program, runs: list[int], short: list[int], reach: int,
                   seconds: Callable[[Step], float]) -> Totals | None:
-    """The Totals from so many layers of each run; None where their state is not steady."""
+    """Finds the Totals from so many layers of each run; None where their state is not steady."""
     like, firsts, first = list[int](), list[int](), 0  # of each layer one of all layers that is the same
     for n, few in zip(runs, short, strict=True):
         firsts.append(len(like))
@@ -91,8 +91,8 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
 
 
 def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
-    """What one more layer adds beside those from `first` to `last`; None where these are in no steady
-    state."""
+    """Finds what one more layer adds beside those from `first` to `last`; None where these are in no
+    steady state."""
     ends: list[dict[Step, float]] = [{} for _ in range(first, last + 1)]  # as of layer 0
     computing = 0.0
     for step, (start, end) in times.spans.items():

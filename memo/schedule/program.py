@@ -142,7 +142,7 @@ class Program:
 
     @property
     def several(self) -> bool:
-        """Whether there are several subsequences, and so keys and values apart from their units."""
+        """Says whether there are several subsequences, and so keys and values apart from their units."""
         return self.subsequences > 1
 
     @cached_property
@@ -210,8 +210,8 @@ class Program:
         return Helper(self.fates.guests, self.units, self.subsequences)
 
     def streams_output(self, unit: Unit) -> bool:
-        """Whether a unit's output goes to the host, or in training the head's gradient, and the gradient
-        comes from there."""
+        """Says whether a unit's output goes to the host, or in training the head's gradient, and the
+        gradient comes from there."""
         return (unit.layer + 1, unit.subsequence) in self.streamed and (
             self.trains or unit.layer < self.layers - 1)
 

@@ -96,7 +96,7 @@ class Stages:
                 self.lanes[stage, step.stream].append((step, waits))
 
     def run(self) -> list[Times]:
-        """The Times of each stage; stalls are waits for copies alone. Errors: ValueError."""
+        """Simulates all steps; stalls are waits for copies alone. Errors: ValueError."""
         going = deque(self.lanes)
         while going:
             lane = going.popleft()
@@ -110,8 +110,8 @@ class Stages:
         return [Times(spans, stall) for spans, stall in zip(self.spans, self.stall_s, strict=True)]
 
     def advance(self, lane: Lane) -> list[tuple[int, Step]]:
-        """What is done, of the lane's next step and, if that is a message, its other end; nothing if the step
-        has to wait."""
+        """Does the lane's next step and, if that is a message, its other end; returns what was done,
+        nothing if the step has to wait."""
         stage, _ = lane
         (step, waits), spans = self.lanes[lane][0], self.spans[stage]
         start = before = self.free[lane]
@@ -129,7 +129,7 @@ class Stages:
         return [(stage, step)]
 
     def meet(self, stage: int, step: Step, start: float, theirs: End) -> list[tuple[int, Step]]:
-        """Both ends of a message, if the other one has been posted."""
+        """Does both ends of a message, if the other one has been posted."""
         mine, other = end_of(stage, step), theirs.stage
         if not self.posted[mine]:  # a lane has one at a time
             self.posted[mine].append((step, start))
@@ -151,7 +151,7 @@ class Stages:
         self.lanes[lane].popleft()
 
     def refusal(self, lane: Lane) -> str:
-        """Why a lane does not go on: who waits in what for whom."""
+        """Explains why a lane does not go on: who waits in what for whom."""
         path: list[Lane] = []
         texts: list[str] = []
         while lane not in path:
@@ -173,8 +173,8 @@ class Stages:
 
 def times_of_stages(schedules: Sequence[Schedule],
                     seconds: Callable[[int, Step], float]) -> list[Times]:
-    """The Times of each stage, all on one clock. Errors: ValueError: a message that meets another one, or
-    none; stages that wait for each other."""
+    """Simulates all stages on one clock. Errors: ValueError: a message that meets another one, or none;
+    stages that wait for each other."""
     return Stages(schedules, seconds).run()
 
 

@@ -36,22 +36,23 @@ def wait_label(name: Callable[[Step], str], step: Step, earlier: Step, place: Pl
 
 
 def spent_s(spans: Iterable[Span], *kinds: str) -> float:
-    """Seconds of the compute stream's spans of these kinds."""
+    """Sums the seconds of the compute stream's spans of these kinds."""
     return sum(s.end_s - s.start_s for s in spans if s.stream == "compute" and s.kind in kinds)
 
 
 def stall_s(spans: Iterable[Span]) -> float:
-    """Seconds that the compute stream spent waiting for a copy."""
+    """Sums the seconds that the compute stream spent waiting for copies."""
     return spent_s(spans, "wait")
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Seconds that the compute stream computed, or waited for a copy, or for ranks that hold the same."""
+    """Sums the seconds that the compute stream computed, or waited for a copy, or for ranks that hold the
+    same."""
     return spent_s(spans, "launch", "wait", "ranks")
 
 
 def length_s(spans: Iterable[Span]) -> float:
-    """Seconds from the compute stream's first span to its last one."""
+    """Measures the seconds from the compute stream's first span to its last one."""
     ends = [(s.start_s, s.end_s) for s in spans if s.stream == "compute"]
     return max(end for _, end in ends) - min(start for start, _ in ends)
 
@@ -76,19 +77,20 @@ def simulated_spans(steps: Schedule, times: Times) -> list[Span]:
 
 def sent_and_received(sender: Iterable[Span], receiver: Iterable[Span],
                       what: str = "") -> list[tuple[Span, Span]]:
-    """Both ends of each message from a stage to its neighbour, in order. `what`: " gradient" of gradients."""
+    """Pairs the ends of each message from a stage to its neighbour, in order. `what`: " gradient" of
+    gradients."""
     def ends(spans: Iterable[Span], kind: str) -> list[Span]:
         return [s for s in spans if s.kind == "launch" and s.label.rpartition(" ")[0] == kind + what]
     return list(zip(ends(sender, "send"), ends(receiver, "receive"), strict=True))
 
 
 def shortest_s(messages: Iterable[tuple[Span, Span]]) -> float:
-    """The least time from where a message's sending begins to where it has come, as their clocks have it."""
+    """Finds the least time from a message's begin to its end, as their clocks have it."""
     return min(received.end_s - sent.start_s for sent, received in messages)
 
 
 def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
-    """The spans of each stage of a step, each by a clock of its own, by that of stage 0.
+    """Moves the spans of each stage of a step, which have clocks of their own, to that of stage 0.
 
     Hosts have no clock in common, nor have their GPUs. But no message arrives before it is sent: the messages
     of one direction say how much later a neighbour's clock may have begun at most, those of the other one how

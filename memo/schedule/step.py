@@ -83,17 +83,17 @@ class Step(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether the compute stream does it."""
+        """Says whether the compute stream does it."""
         return self.moved is None
 
     @property
     def is_message(self) -> bool:
-        """Whether another stage is at the other end."""
+        """Says whether another stage is at the other end."""
         return self.op in MESSAGES
 
     @property
     def of_states(self) -> bool:
-        """Whether it brings a layer's parameters, moves their gradients, or makes new ones."""
+        """Says whether it brings a layer's parameters, moves their gradients, or makes new ones."""
         return self.moved in STATES or self.op in (Op.CLIP, Op.ADAMW)
 
     @property

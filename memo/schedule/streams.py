@@ -58,13 +58,13 @@ class Timeline:
         self.spans.clear()
 
     def newest(self) -> tuple[int, int, str]:
-        """(how many spans there are, the number of the newest that is done, its label)."""
+        """Returns how many spans there are, the number of the newest that is done, and its label."""
         spans = self.spans[:]  # another thread may clear them
         done = next((i for i in reversed(range(len(spans))) if spans[i][4].done()), -1)
         return len(spans), done, spans[done][2] if done >= 0 else ""
 
     def take(self) -> list[Span]:
-        """[Span] since the last call, when they have ended."""
+        """Returns the spans since the last call, when they have ended."""
         spans, self.spans = self.spans, []
         for *_, behind in spans:
             behind.wait()  # what is sent last nobody has waited for

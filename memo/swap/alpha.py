@@ -27,8 +27,8 @@ class OutOfHostMemory(ConfigError):
 
 def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, reserved: int,
                   where: str) -> int:
-    """Bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there beside `reserved`
-    bytes. Errors: OutOfHostMemory: more than that asked for. `where`: words for what is there."""
+    """Counts the bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there
+    beside `reserved` bytes. `where`: words for what is there. Errors: OutOfHostMemory: more is asked for."""
     most = max(0, int(there_bytes * HOST_SHARE) - reserved)
     if host_memory_gb == "auto":
         return most
@@ -57,12 +57,12 @@ class AlphaProblem:
 
     @property
     def others(self) -> list[str]:
-        """The tensors that need not be swapped."""
+        """Lists the tensors that need not be swapped."""
         return [name for name, t in self.tensors.items() if t.group]
 
     @cached_property
     def others_bytes(self) -> int:
-        """Of one layer."""
+        """Counts the bytes of these in one layer."""
         return sum(t.nbytes for t in self.tensors.values() if t.group)
 
     @cached_property
@@ -73,19 +73,19 @@ class AlphaProblem:
 
     @property
     def all_bytes(self) -> int:
-        """Of one layer, keys and values that lie apart left out."""
+        """Counts the bytes of one layer, without keys and values that lie apart."""
         return self.always_bytes + self.others_bytes
 
     # --- units ---
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Rows of a unit at each subsequence, and of each guest's: see Placement.lengths."""
+        """Lists the rows of a unit at each subsequence, and of each guest's: see Placement.lengths."""
         return self.placement.lengths
 
     @cached_property
     def parts(self) -> list[float]:
-        """The same in units of all rows."""
+        """Lists the rows of a unit at each subsequence, as a part of all rows."""
         return [n / self.placement.n_rows for n in self.cuts]
 
     @property
@@ -100,25 +100,26 @@ class AlphaProblem:
 
     @cached_property
     def weights(self) -> list[float]:
-        """Of each subsequence the part that it has in the rows of all swapped units; of all units where none
-        is swapped."""
+        """Lists the part of each subsequence in the rows of all swapped units; of all units where none is
+        swapped."""
         counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
         return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
 
     @cached_property
     def swapped_rows(self) -> int:
-        """Rows of all swapped units."""
+        """Counts the rows of all swapped units."""
         return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
 
     def mean(self, alphas: Sequence[float]) -> float:
-        """Of the alphas of all subsequences, over the rows of the swapped units."""
+        """Averages the alphas of all subsequences over the rows of the swapped units."""
         return sum(w * a for w, a in zip(self.weights, alphas, strict=True))
 
     # --- the host ---
 
     @cached_property
     def beside_bytes(self) -> int:
-        """What the slab holds beside the rows of swapped units: keys and values, where these go there."""
+        """Counts what the slab holds beside the rows of swapped units: keys and values, where these go
+        there."""
         known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
         if "beside" not in known:
             # inputs that the stream has
@@ -130,38 +131,38 @@ class AlphaProblem:
 
     @property
     def layer_keys_bytes(self) -> int:
-        """Of keys and values that a layer sends."""
+        """Counts the bytes of keys and values that a layer sends."""
         return self.placement.sent_keys_row_bytes(self.tensors) * self.placement.n_rows
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
-        """Bytes of the rows of a unit at each subsequence, where a layer has `always` in all rows, and
-        others[i] more if all were as those of subsequence i."""
+        """Counts the bytes of the rows of a unit at each subsequence, where a layer has `always` in all
+        rows, and others[i] more if all were as those of subsequence i."""
         n_rows, whole = self.placement.n_rows, int if len(self.cuts) == 1 else ceil  # a part may be inexact
         return [always * n // n_rows + whole(part * more)
                 for n, part, more in zip(self.cuts, self.parts, others, strict=True)]
 
     def slab_bytes(self, units: Sequence[int]) -> int:
-        """Of the host, with units of so many bytes at each subsequence."""
+        """Counts the host's bytes with units of so many bytes at each subsequence."""
         return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.beside_bytes
 
     def needed_bytes(self, alpha: float) -> int:
-        """Of the host, with one alpha for all."""
+        """Counts the host's bytes with one alpha for all."""
         others = [alpha * self.others_bytes] * len(self.cuts)
         return self.slab_bytes(self.unit_bytes(self.always_bytes, others))
 
     @cached_property
     def input_bytes(self) -> list[int]:
-        """Of a unit at each subsequence that keeps only its input."""
+        """Counts the bytes of a unit at each subsequence that keeps only its input."""
         return self.unit_bytes(self.nbytes[INPUT], [0] * len(self.cuts))
 
     @property
     def least_bytes(self) -> int:
-        """Of the host, where all units keep only their input."""
+        """Counts the host's bytes where all units keep only their input."""
         return self.slab_bytes(self.input_bytes)
 
     def host_level(self) -> float:
-        """The largest alpha that the host has room for, where subsequences whose copies do not hide as far
-        have less."""
+        """Finds the largest alpha that the host has room for, where subsequences whose copies do not hide
+        as far have less."""
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)
@@ -174,7 +175,7 @@ class AlphaProblem:
     # --- the device ---
 
     def device_bytes_at(self, kept: int) -> int:
-        """Bytes of all buffers and regions where so many rows of each of the others survive."""
+        """Counts the bytes of all buffers and regions where so many rows of each of the others survive."""
         known = self.placement.sizes_known  # whatever the rate and the host's room are
         if kept not in known:
             p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
@@ -190,8 +191,8 @@ class AlphaProblem:
 
     @cached_property
     def overlap(self) -> list[float]:
-        """Of each subsequence the largest alpha whose copies hide; at most 1, negative where those of x,
-        attn_out, keys and values do not hide.
+        """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
+        x, attn_out, keys and values do not hide.
 
         The copies of the swapped units, U - n of all U, one after the other from the end of the first unit
         on, must be done when the last unit starts: U - 2 units' time. With the paper's n = 2 each must be
@@ -209,8 +210,8 @@ class AlphaProblem:
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """{"overlap", "host"}, and "device" where that is known: the largest alpha that each limit alone
-        allows, the mean of all subsequences. At most 1.
+        """Finds the largest alpha that each limit alone allows, "overlap", "host", and "device" where that is
+        known; the mean of all subsequences. At most 1.
 
         Negative where x and attn_out alone are too much: the copies hide nowhere, or the host is too small
         for alpha = 0.
@@ -229,8 +230,8 @@ class AlphaProblem:
 
     @cached_property
     def alphas(self) -> list[float]:
-        """Of each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is over one of
-        them. One bound serves host and device, below which each has what hides."""
+        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is
+        over one of them. One bound serves host and device, below which each has what hides."""
         level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
         return [max(0.0, min(level, a)) for a in self.overlap]
 
@@ -265,7 +266,7 @@ def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
 
 
 def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
-    """The SwapPlan of these fractions, whether or not its copies hide."""
+    """Makes the SwapPlan of these fractions, whether or not its copies hide."""
     nbytes, limits, n = problem.nbytes, problem.limits, problem.n_swapped
     others = [sum(f[i] * nbytes[name] for name, f in fractions.items()) for i in range(len(problem.cuts))]
     units, inputs = problem.unit_bytes(problem.always_bytes, others), problem.input_bytes
@@ -283,12 +284,12 @@ def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
 
 
 def one_for_all(problem: AlphaProblem, alphas: Sequence[float]) -> SwapPlan:
-    """The SwapPlan with one alpha for all tensors, of each subsequence."""
+    """Makes the SwapPlan with one alpha for all tensors, of each subsequence."""
     return plan(problem, dict.fromkeys(problem.others, tuple(alphas)))
 
 
 def paper(problem: AlphaProblem) -> SwapPlan:
-    """The SwapPlan with one alpha for all tensors, the largest under all limits. Source: MEMO 4.1.
+    """Finds the one alpha for all tensors that is the largest under all limits. Source: MEMO 4.1.
 
     Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
     are over the host limit some units keep only x.
@@ -297,7 +298,7 @@ def paper(problem: AlphaProblem) -> SwapPlan:
 
 
 def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
-    """The SwapPlan that saves the most recompute seconds under the limits of `paper`.
+    """Finds the fractions that save the most recompute seconds under the limits of `paper`.
 
     recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
     the same sum of bytes, so the linear program is, for each subsequence, a knapsack: first what saves most
@@ -319,8 +320,7 @@ def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan
 
 
 def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
-    """The SwapPlan of an alpha set by hand, in [0, 1], hidden or not. OutOfHostMemory where the host cannot
-    hold it."""
+    """Makes the SwapPlan of an alpha set by hand, in [0, 1], hidden or not. Errors: OutOfHostMemory."""
     chosen = one_for_all(problem, [float(alpha)] * len(problem.cuts))
     if chosen.input_only:
         limit, needed = problem.limits["host"], problem.needed_bytes(alpha)
@@ -342,8 +342,8 @@ def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: st
 
 def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
                        alpha: float | None = None) -> float:
-    """The longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least x of
-    all units; or x, attn_out and `alpha` of the others.
+    """Finds the longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least
+    x of all units; or x, attn_out and `alpha` of the others.
 
     `block_size`: that of problem.nbytes. Infinite where no unit is swapped.
     """

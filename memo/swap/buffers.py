@@ -27,12 +27,12 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on th
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes."""
+    """Views a contiguous tensor as its bytes."""
     return t.view(-1).view(torch.uint8)
 
 
 def copy_bytes(pairs: Pairs) -> None:
-    """[(destination, source)]; without waiting for it on CUDA."""
+    """Copies [(destination, source)]; without waiting for it on CUDA."""
     for destination, source in pairs:
         destination.copy_(source, non_blocking=True)
 
@@ -110,11 +110,12 @@ class Swap:
         self.pairs = self.swapped_pairs()
 
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of this shape at byte `at` of a region."""
+        """Views the tensor of this shape at byte `at` of a region."""
         return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def add_pieces(self, gradients: bool, numel: int) -> None:
-        """The units' `pieces` and `sums`, of all subsequences up to theirs; of that one their own rows."""
+        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs; of that one their
+        own rows."""
         p, (tokens, heads) = self.placement, self.key_shape
         memory = self.sizes.memory
         row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
@@ -157,7 +158,7 @@ class Swap:
         return f"{step.kind} {self.name(step.unit)}"
 
     def name(self, unit: Unit) -> str:
-        """The number of a unit's layer; with several subsequences also that of its own."""
+        """Names a unit by its layer; with several subsequences also by its own."""
         return ".".join(map(str, unit if self.placement.several else unit[:1]))
 
     # --- what moves ---
@@ -198,7 +199,8 @@ class Swap:
                 if (name == INPUT) == (part.content is Content.INPUT)]
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
-        """{step that copies: [(bytes of a buffer, their bytes in the slab, or where they stay)]}."""
+        """Finds for each step that copies [(bytes of a buffer, their bytes in the slab, or where they
+        stay)]."""
         p, sizes, memory = self.placement, self.sizes, self.sizes.memory
         passes = self.passes
         copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
@@ -229,8 +231,8 @@ class Swap:
                 for step in copies}
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
-        """Where the input (n, C) of a unit lies for the sweep: it has come back there, or never left the
-        unit."""
+        """Finds where the input (n, C) of a unit lies for the sweep: it has come back there, or never left
+        the unit."""
         x, swept = self.units[unit].x, self.sizes.memory.swept
         return self.sweep_inputs[swept[unit] % SWEEP_PLACES][:len(x)] if unit in swept else x
 

@@ -20,13 +20,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def of_rows(pair: Pair, rows: tuple[int, int], tokens: int) -> Pair:
-    """Those rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
+    """Picks rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
     k, v = (t[:, rows[0] * tokens // len(t):rows[1] * tokens // len(t)] for t in pair)
     return k, v
 
 
 def of_sequences(stream: torch.Tensor, B: int, first: int, end: int) -> torch.Tensor:
-    """Those rows of B sequences, equally many of each: (n, ...) -> (B, rows, ...)."""
+    """Picks rows of B sequences, equally many of each: (n, ...) -> (B, rows, ...)."""
     return stream.unflatten(0, (B, -1))[:, first // B:end // B]
 
 

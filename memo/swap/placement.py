@@ -63,8 +63,8 @@ class Placement(Surroundings):
     dealt: int = 1
 
     def as_dict(self) -> dict[str, object]:
-        """For plan.json. What says nothing with one subsequence, with no copies on the device, and in one
-        stage, is left out."""
+        """Lists the fields for plan.json, but those that say nothing with one subsequence, with no copies
+        on the device, or in one stage."""
         silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come",
                                     "stays") if not getattr(self, name)}
         silent |= set() if self.several else {"cuts", "order", "keys", "stream", "dealt"}
@@ -74,7 +74,7 @@ class Placement(Surroundings):
 
     @cached_property
     def several(self) -> bool:
-        """Whether there are several subsequences."""
+        """Says whether there are several subsequences."""
         return len(self.cuts) > 1
 
     @cached_property
@@ -83,7 +83,7 @@ class Placement(Surroundings):
 
     @property
     def what(self) -> str:
-        """What a unit is called where there are many."""
+        """Names the units where there are many."""
         return "units" if self.several else "layers"
 
     @cached_property
@@ -96,19 +96,19 @@ class Placement(Surroundings):
 
     @property
     def units(self) -> list[Unit]:
-        """(layer, subsequence) of each unit, in the order of the forward; a guest's have its number in the
-        place of a subsequence."""
+        """Lists the units in the order of the forward; a guest's have its number in the place of a
+        subsequence."""
         return self.forward_order.units
 
     @cached_property
     def guest_of(self) -> dict[int, Help]:
-        """{its number: a guest}."""
+        """Finds a guest by its number."""
         return {guest_number(piece, self.subsequences): piece for piece in self.guests}
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Rows of a unit at each subsequence but for those that others compute; behind them, of each guest's.
-        The tuples of Rows are in this order."""
+        """Lists the rows of a unit at each subsequence but for those that others compute; behind them, of
+        each guest's. The tuples of Rows are in this order."""
         own = [*(self.cuts or (self.n_rows,))]
         for piece in self.lent:
             own[piece.subsequence] -= piece.rows
@@ -116,41 +116,41 @@ class Placement(Surroundings):
 
     @cached_property
     def partners(self) -> list[int]:
-        """The stages that compute for this one, and those for which it computes."""
+        """Lists the stages that compute for this one, and those for which it computes."""
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
     @cached_property
     def likes(self) -> list[int]:
-        """Of each unit the place of its subsequence, or guest, in `lengths`."""
+        """Lists for each unit the place of its subsequence, or guest, in `lengths`."""
         return self.forward_order.kinds
 
     @cached_property
     def number(self) -> dict[Unit, int]:
-        """{(layer, subsequence): the place of the unit in that order}."""
+        """Numbers the units in the order of the forward."""
         return self.forward_order.number
 
     def rows(self, k: int) -> int:
-        """Rows of unit k."""
+        """Counts the rows of unit k."""
         return self.lengths[self.likes[k]] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
-        """Whether a tensor is in no buffer: keys and values, where there are several subsequences."""
+        """Says whether a tensor is in no buffer: keys and values, where there are several subsequences."""
         return self.several and name in KEYS_VALUES
 
     def part(self, i: int, whole: int | tuple[int, ...]) -> int:
-        """Rows of a unit of `lengths[i]`: its own number, or as large a part of its rows as `whole` of all,
-        in multiples of SPLIT_ROWS."""
+        """Counts the rows of a unit of `lengths[i]`: its own number, or as large a part of its rows as
+        `whole` of all, in multiples of SPLIT_ROWS."""
         if isinstance(whole, tuple):
             return whole[i]
         return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
 
     def kept_rows(self, i: int, name: str) -> int:
-        """Rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
+        """Counts the rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
         return self.part(i, self.kept.get(name, self.n_rows))
 
     def copied_rows(self, i: int, name: str, kept: int, resident: bool) -> int:
-        """Of `kept` rows of such a unit that survive those that the host takes; or, `resident`, that stay on
-        the device."""
+        """Counts those of the `kept` rows that survive of such a unit that the host takes; or, `resident`,
+        that stay on the device."""
         stay = min(kept, self.part(i, self.stays.get(name, 0)))
         return stay if resident else kept - stay
 
@@ -167,30 +167,32 @@ class Placement(Surroundings):
 
     @cached_property
     def followed(self) -> set[tuple[int, ...]]:
-        """The place in `lengths` of each swapped unit, and those of the units behind it while which its copy
-        may run: n_buffers - 1, at least one, at most those of a layer."""
+        """Collects the place in `lengths` of each swapped unit, and those of the units behind it while
+        which its copy may run: n_buffers - 1, at least one, at most those of a layer."""
         ahead, likes = min(max(1, self.n_buffers - 1), self.subsequences), self.likes
         return {*zip(*(likes[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
 
     @cached_property
     def gives_up(self) -> frozenset[int]:
-        """The swapped units of which nothing but the input survives."""
+        """Numbers the swapped units of which nothing but the input survives."""
         if not self.input_only:
             return frozenset()
         return frozenset(sorted(range(max(0, self.n_swapped)), key=self.likes.__getitem__)[:self.input_only])
 
     @cached_property
     def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
-        """What buffers_of has found, by the number of the tensor's buffers and its rows that survive."""
+        """Keeps what buffers_of has found, by the number of the tensor's buffers and its rows that
+        survive."""
         return {}
 
     @cached_property
     def sizes_known(self) -> dict[int | str, int]:
-        """What AlphaProblem.device_bytes_at has found, by rows that survive; "beside": its beside_bytes."""
+        """Keeps what AlphaProblem.device_bytes_at has found, by rows that survive; "beside": its
+        beside_bytes."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
-        """[(first row, rows)] of each buffer of a tensor, from the begin of the tensor's memory."""
+        """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
         like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
         if like not in self.buffers_known:
             self.buffers_known[like] = self.find_buffers(name)
@@ -212,14 +214,14 @@ class Placement(Surroundings):
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
     def place(self, k: int, name: str) -> int:
-        """The first row of unit k's `name`, from the begin of the tensor's memory. A unit has the first rows
-        of a buffer, but the last rows of an odd one of two."""
+        """Finds the first row of unit k's `name`, from the begin of the tensor's memory. A unit has the
+        first rows of a buffer, but the last rows of an odd one of two."""
         places = self.buffers_of(name)
         first, length = places[k % len(places)]
         return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
 
     def first_kept(self, k: int, name: str) -> tuple[int, int]:
-        """(rows of tensor `name` of unit k that survive, the first of them)."""
+        """Counts the rows of tensor `name` of unit k that survive, and finds the first of them."""
         n = self.rows(k)
         if k in self.gives_up and name != INPUT:
             rows = 0
@@ -230,7 +232,7 @@ class Placement(Surroundings):
         return rows, (n - rows) * (k % self.n_buffers % 2)
 
     def missing(self, k: int) -> dict[str, slice]:
-        """{tensor: slice of its rows that unit k recomputes}, of the tensors that lack any."""
+        """Finds {tensor: slice of its rows that unit k recomputes}, of the tensors that lack any."""
         n, found = self.rows(k), {}
         for name in self.kept:
             rows, first = self.first_kept(k, name)
@@ -240,8 +242,8 @@ class Placement(Surroundings):
 
     def kept_bytes(self, k: int, tensors: dict[str, Tensor],
                    resident: bool = False) -> dict[str, tuple[int, int]]:
-        """{tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it stays on
-        the device}; of its input too, wherever that is. `tensors`: of all rows."""
+        """Finds {tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it
+        stays on the device}; of its input too, wherever that is. `tensors`: of all rows."""
         ranges = {}
         for name, t in tensors.items() if k < self.n_swapped else ():
             if not self.apart(name):
@@ -251,19 +253,20 @@ class Placement(Surroundings):
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
 
     def keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of a row's keys and values in the pieces that attention over a prefix reads."""
+        """Counts the bytes of a row's keys and values in the pieces that attention over a prefix reads."""
         return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
 
     def sent_keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes that a unit sends to the host for each row of its keys and values, where these leave."""
+        """Counts the bytes that a unit sends to the host for each row of its keys and values, where these
+        leave."""
         copied = self.several and self.keys == "copied"
         return self.keys_row_bytes(tensors) if copied else 0
 
     @cached_property
     def stream_rows(self) -> dict[Unit, tuple[int, int]]:
-        """{(layer, subsequence): (first row in the slab, which begins with these, rows)} of what leaves the
-        device of what lies between layers: below that layer, or above the last one. Where no input survives
-        its layer, in a pass without a backward, all layers' have the same places."""
+        """Finds for each unit (first row in the slab, which begins with these, rows) of what leaves the
+        device of what lies between layers: below that layer, or above the last one. Where no input
+        survives its layer, in a pass without a backward, all layers' have the same places."""
         if not self.several or self.stream != "copied":
             return {}
         return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
@@ -274,7 +277,7 @@ class Placement(Surroundings):
 
     @property
     def own_stream_rows(self) -> int:
-        """Rows of the stream's memory, beside those of guests."""
+        """Counts the rows of the stream's memory, beside those of guests."""
         return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
 
     def first_row(self, place: Place) -> int:
@@ -295,7 +298,7 @@ class Placement(Surroundings):
 
     @cached_property
     def like(self) -> list[int]:
-        """Of each unit the first one of which the same rows survive, in the same place of a buffer."""
+        """Finds for each unit the first one of which the same rows survive, in the same place of a buffer."""
         firsts: dict[tuple[object, ...], int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
         return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
@@ -320,9 +323,9 @@ class Placement(Surroundings):
         return schedule(replace(self.program, trains=trains))
 
     def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """{region: bytes on the device} of what is needed besides buffers: what stays; with several
-        subsequences keys and values, the fp32 sums of their gradients, the stream between two layers, inputs
-        for sweeps."""
+        """Counts the bytes on the device of what is needed besides buffers: what stays; with several
+        subsequences keys and values, the fp32 sums of their gradients, the stream between two layers,
+        inputs for sweeps."""
         resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
         if not self.several:
             return resident
@@ -340,16 +343,17 @@ class Placement(Surroundings):
             "sweep": x * max(self.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
 
     def row_bytes(self, t: Tensor) -> int:
-        """Bytes of one own row of a tensor that holds all of them."""
+        """Counts the bytes of one own row of a tensor that holds all of them."""
         return t.nbytes // self.n_rows
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of all rows."""
+        """Counts the bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of
+        all rows."""
         return (self.stream_bytes(tensors) + sum(self.survivor_bytes(tensors).values())
                 + self.keys_bytes(tensors))
 
     def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of keys and values that go to the host, of all units."""
+        """Counts the bytes of keys and values that go to the host, of all units."""
         leaving = self.forward_order.keys_leaving
         return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
 
@@ -363,8 +367,8 @@ class Placement(Surroundings):
         return {name: n for name, n in found.items() if n}
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """{tensor: bytes of all its buffers on the device}. Without x_stays they do not depend on n_layer,
-        but for keep. `tensors`: of all rows."""
+        """Counts for each tensor the bytes of all its buffers on the device. Without x_stays they do not
+        depend on n_layer, but for keep. `tensors`: of all rows."""
         found = {}
         for name, t in tensors.items():
             if not self.apart(name):
@@ -373,7 +377,7 @@ class Placement(Surroundings):
         return found
 
     def device_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Bytes of all buffers and regions on the device."""
+        """Counts the bytes of all buffers and regions on the device."""
         return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors).values())
 
 
@@ -396,9 +400,9 @@ def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
 
 
 def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
-    """The placement with the stream whole where its buffers and regions fit so many bytes of the device that
-    way; else copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last
-    passes it on."""
+    """Places the stream whole where its buffers and regions then fit so many bytes of the device; else
+    copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last passes
+    it on."""
     if placement.sends:
         return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
@@ -407,8 +411,8 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
-    """Rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded down, such that at
-    least `granularity` rows remain; at 1 all rows."""
+    """Counts the rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded
+    down, such that at least `granularity` rows remain; at 1 all rows."""
     if fraction >= 1:
         return n_rows
     most = max(0, n_rows - granularity)

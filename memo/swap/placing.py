@@ -24,14 +24,14 @@ from memo.swap.placement import Placement, Rows, rows
 
 
 def rests(cfg: Layout) -> bool:
-    """Whether rows whose copies do not hide stay on the device, as far as that has room."""
+    """Says whether rows whose copies do not hide stay on the device, as far as that has room."""
     return cfg.activation == "swap" and cfg.subsequences > 1
 
 
 def resting(problem: AlphaProblem) -> Rows:
-    """With recompute forbidden, Placement.stays: of each tensor but x the rows beyond what the link carries
-    while the next unit computes; fewer, in the same proportion, where the device has less room. Source: SPPO
-    5.2, whose alpha_i A_i is what travels of subsequence i."""
+    """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the
+    link carries while the next unit computes; fewer, in the same proportion, where the device has less
+    room. Source: SPPO 5.2, whose alpha_i A_i is what travels of subsequence i."""
     p, x = problem.placement, problem.nbytes[INPUT]
     room, whole = problem.device_bytes - p.device_bytes(problem.tensors), problem.all_bytes
     idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
@@ -48,7 +48,7 @@ def resting(problem: AlphaProblem) -> Rows:
 
 
 def swaps_layers(cfg: Layout) -> bool:
-    """Whether the mode swaps any layers."""
+    """Says whether the mode swaps any layers."""
     return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
@@ -66,9 +66,9 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
 
 def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
            keys: str = "copied", stream: str = "") -> Placement:
-    """The Placement of a config in so many buffers, at most one a unit. `keys`: what becomes of keys and
-    values that give way to the next layer's; `stream`: of what lies between layers, by default whole, or
-    passed on to the next stage."""
+    """Places the units of a config in so many buffers, at most one a unit. `keys`: what becomes of keys
+    and values that give way to the next layer's; `stream`: of what lies between layers, by default whole,
+    or passed on to the next stage."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     stay = whole.n_units == whole.n_layer or n_buffers >= whole.n_units or not cfg.by_layer
     return replace(whole, n_buffers=min(whole.n_units, n_buffers), kept=kept or {}, input_only=input_only,
@@ -78,7 +78,7 @@ def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: in
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
               granularity: int) -> dict[str, tuple[int, ...]]:
-    """{tensor: rows of each subsequence}, multiples of `granularity`, rounded down; what that leaves of a
+    """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; what that leaves of a
     subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
     ones, so that no more rows are swapped than were chosen."""
     found = {}
@@ -93,9 +93,8 @@ def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
 
 def place_rows(cfg: Layout, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
-    """(Placement, SwapPlan) of a config and the problem that it poses: cfg.activation, cfg.alpha and
-    cfg.alpha_mode made rows. The SwapPlan is None in the modes that copy nothing. `recompute_s` as for
-    per_tensor, which needs it.
+    """Makes rows of cfg.activation, cfg.alpha and cfg.alpha_mode, for the problem that a config poses. The
+    SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.
 
     Errors: OutOfHostMemory, before anything is allocated.
     """

@@ -56,17 +56,17 @@ class Sizes:
 
 
 def keys_before(placement: Placement, piece: Help) -> int:
-    """Rows of the keys and values of the subsequences before that of a piece."""
+    """Counts the rows of the keys and values of the subsequences before that of a piece."""
     return sum(placement.cuts[:piece.subsequence])
 
 
 def guest_rows(placement: Placement) -> int:
-    """Rows of a helper's place for keys and values."""
+    """Counts the rows of a helper's place for keys and values."""
     return max((keys_before(placement, piece) + piece.end for piece in placement.guests), default=0)
 
 
 def repaid_rows(placement: Placement) -> dict[int, int]:
-    """{helper: rows of keys and values of which a home has a place for what the helper repays}."""
+    """Counts for each helper the rows of keys and values that a home has a place for."""
     rows: dict[int, int] = {}
     for piece in placement.lent:
         rows[piece.helper] = max(rows.get(piece.helper, 0), keys_before(placement, piece))

@@ -30,7 +30,7 @@ PIECE_BYTES = 2**36  # of one page lock; a multiple of any page
 # --- what there is ---
 
 def read_int(path: str | Path) -> int | None:
-    """The number a file holds; None where it is not there or holds a word ("max")."""
+    """Reads the number a file holds; None where it is not there or holds a word ("max")."""
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):
@@ -46,8 +46,8 @@ def meminfo_available(root: str | Path = "/") -> int:
 
 
 def cgroup_available(root: str | Path = "/") -> float:
-    """Bytes that the process's control group and the groups above it leave; infinite where nothing limits
-    them."""
+    """Counts the bytes that the process's control group and the groups above it leave; infinite where
+    nothing limits them."""
     left = float("inf")
     try:
         lines = (Path(root) / "proc/self/cgroup").read_text().split()
@@ -74,7 +74,8 @@ def cgroup_available(root: str | Path = "/") -> float:
 
 
 def reclaimable(path: Path, name: str) -> int:
-    """Bytes of file cache in a memory.stat that the kernel drops when somebody needs the memory."""
+    """Counts the bytes of file cache in a memory.stat that the kernel drops when somebody needs the
+    memory."""
     try:
         rows = (row.split() for row in path.read_text().splitlines())
         return next((int(row[1]) for row in rows if row[0] == name), 0)
@@ -83,7 +84,7 @@ def reclaimable(path: Path, name: str) -> int:
 
 
 def available() -> int:
-    """Bytes that this host has free, and that the cgroup leaves of them."""
+    """Counts the bytes that this host has free, and that the cgroup leaves of them."""
     return int(max(0, min(meminfo_available(), cgroup_available())))
 
 
@@ -96,7 +97,7 @@ def host_bytes(host_memory_gb: float | Literal["auto"], local_ranks: int = 1, re
 # --- the block ---
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node a GPU hangs on; None where the system does not say."""
+    """Finds the NUMA node a GPU hangs on; None where the system does not say."""
     if device.type != "cuda":
         return None
     p = torch.cuda.get_device_properties(device)
@@ -122,7 +123,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def split(first: int, end: int, piece_bytes: int) -> list[slice]:
-    """[slice] of the bytes first..end of a slab, each inside one of its pieces."""
+    """Cuts the bytes first..end of a slab into slices, each inside one of its pieces."""
     edges = [first, *range((first // piece_bytes + 1) * piece_bytes, end, piece_bytes), end]
     return [slice(a, b) for a, b in pairwise(edges) if a < b]
 
@@ -154,11 +155,12 @@ class HostSlab:
             self.lock(device)
 
     def parts(self, first: int, end: int) -> list[slice]:
-        """[slice] of the bytes first..end, each of which one copy may move."""
+        """Cuts the bytes first..end into slices, each of which one copy may move."""
         return split(first, end, PIECE_BYTES)
 
     def pairs(self, at: int, device_bytes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """[(bytes on the device, their place in the slab)], which begins at byte `at`, for one copy each."""
+        """Pairs bytes on the device with their place in the slab, which begins at byte `at`, for one copy
+        each."""
         return [(device_bytes[part.start - at:part.stop - at], self.bytes[part])
                 for part in self.parts(at, at + device_bytes.nbytes)]
 
@@ -184,7 +186,7 @@ class HostSlab:
 
 
 def page_lock_error(k: int, pieces: list[slice], error: str) -> str:
-    """The message where piece k could not be page-locked."""
+    """Explains that piece k could not be page-locked."""
     piece, whole = pieces[k], pieces[-1].stop
     gib, gibs = ((n / 2**30) for n in (piece.stop - piece.start, whole))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
