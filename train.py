@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     with interruptible(), connected(launch) as host:
         with rank_errors(host):
             run = set_up(argv, launch, host)
-        with contextlib.closing(run), rank_errors(host, run):
+        with contextlib.closing(run), rank_errors(host, run.where):
             return complete(run, train)  # first lines, train(), last save, last lines
 
 

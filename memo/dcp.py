@@ -23,16 +23,13 @@ from memo.views import Piece
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident
 
 
-class Boxes(dcp.SavePlanner):
+class Boxes(dcp.DefaultSavePlanner):
     """Saves pieces; all ranks' pieces together must tile every tensor. `read`: see write()."""
 
     def __init__(self, pieces: list[Piece], read: Callable[[Piece], torch.Tensor] | None) -> None:
+        super().__init__()
         self.read = read or (lambda piece: piece.tensor)
         self.pieces = {dcp.metadata.MetadataIndex(p.name, p.offsets): p for p in pieces if p.tensor.numel()}
-
-    def set_up_planner(self, state_dict: dict, storage_meta: object = None,
-                       is_coordinator: bool = False) -> None:
-        pass
 
     def create_local_plan(self) -> dcp.SavePlan:
         items = []
@@ -50,9 +47,6 @@ class Boxes(dcp.SavePlanner):
                 raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be "
                                  f"{prod(t.size)}")
         return plans, metadata
-
-    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
         return self.read(self.pieces[write_item.index])
@@ -84,10 +78,10 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
         try:
             written = super().write_data(plan, planner)
-            come(SAVE, "part")
-            return written
         except RuntimeError as e:  # of torch.save; its context is the disk's, which other ranks would not get
             raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
+        come(SAVE, "part")
+        return written
 
 
 def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,

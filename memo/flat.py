@@ -43,10 +43,6 @@ class Range(NamedTuple):
     at: int
 
     @property
-    def flat(self) -> slice:
-        return slice(self.start, self.end)
-
-    @property
     def shard(self) -> slice:
         return slice(self.at, self.at + self.end - self.start)
 
@@ -71,7 +67,6 @@ def model_parameters(cfg: Layout) -> dict[str, Parameter]:
     if cfg.has_head:
         made["lnf_w"] = Parameter((C,), None, "ones")
     return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
-
 
 
 def is_shared(p: Location, tp: int) -> bool:

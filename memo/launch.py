@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import torch
@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from memo.command import progress
 from memo.errors import ConfigError, DataError, TrainingError, last_line
-from memo.layout import Layout
 from memo.parallel.axis import FOREVER, Axis
 from memo.signals import Interrupted
 
@@ -148,30 +147,21 @@ def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
         os._exit(code)
 
 
-class Stepping(Protocol):
-    """Names what an error says of a run."""
-
-    cfg: Layout
-    step: int
-
-
 @contextmanager
-def rank_errors(host: Axis, run: Stepping | None = None) -> Iterator[None]:
+def rank_errors(host: Axis, where: Callable[[], str] | None = None) -> Iterator[None]:
     """Ends this process at once where it is one of several and the with-block raises: an orderly end would
-    wait for ranks that may be gone. Rank 0 reports an error that all share. `run`: once it is set up."""
+    wait for ranks that may be gone. Rank 0 reports an error that all share. `where`: says how far a run is,
+    once it is set up."""
     try:
         yield
     except Exception as e:
         if host.size == 1:
             raise
         common = isinstance(e, (Agreed, TrainingError))
-        where = rank_name(host.rank)
-        if run:
-            where += f", stage {run.cfg.stage}" * (run.cfg.pp > 1) + f", step {run.step}"
         line = last_line(e) or traceback.format_exc()
         if not common:
-            line = f"{where}: {line}"
-        early = run is None and isinstance(e, (ConfigError, OSError))
+            line = f"{rank_name(host.rank)}{where() if where else ''}: {line}"
+        early = where is None and isinstance(e, (ConfigError, OSError))
         with suppress(OSError):
             sys.stdout.flush()
         # torchrun ends all ranks when the first one is gone: that is the one which says why

@@ -34,10 +34,6 @@ VALUES = "a value is a number, a string, True, False, a key assigned above, or +
 
 # --- a config file ---
 
-class Refused(ValueError):
-    """A value that a config file cannot have."""
-
-
 def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
     """Yields (line, name, value) of a config file, in order. Errors: ConfigError, with the line."""
     known: dict[str, Value] = {}
@@ -50,7 +46,7 @@ def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
                               "12")
         try:
             value = value_of(node.value, known)
-        except (Refused, ArithmeticError, RecursionError) as e:
+        except (ConfigError, ArithmeticError, RecursionError) as e:
             why = "it is nested too deep" if isinstance(e, RecursionError) else reason(e)
             raise ConfigError(f"{path}:{node.lineno}: {why}") from None
         for name in names:
@@ -75,36 +71,36 @@ def statements(path: str | Path) -> list[ast.stmt]:
 
 
 def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
-    """The value of an expression's syntax tree. Errors: Refused, ArithmeticError, RecursionError."""
+    """The value of an expression's syntax tree. Errors: ConfigError, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
         return check_bounds(node.value)
     if isinstance(node, ast.Name):
         if node.id not in known:
-            raise Refused(f"{node.id!r} is not assigned above; {VALUES}")
+            raise ConfigError(f"{node.id!r} is not assigned above; {VALUES}")
         return known[node.id]
     if not isinstance(node, ast.UnaryOp | ast.BinOp) or type(node.op) not in ARITHMETIC:
-        raise Refused(VALUES)
+        raise ConfigError(VALUES)
     operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
     values = [value_of(operand, known) for operand in operands]
     if any(type(value) not in (int, float) for value in values):
-        raise Refused(f"+ - * / // ** take numbers; {VALUES}")
+        raise ConfigError(f"+ - * / // ** take numbers; {VALUES}")
     match node.op, values:
         case ast.Pow(), [int(base), int(exponent)]:
             if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # not computed: 9**9**9
-                raise Refused(f"{base}**{exponent} must be below 2**63")
+                raise ConfigError(f"{base}**{exponent} must be below 2**63")
     return check_bounds(ARITHMETIC[type(node.op)](*values))
 
 
 def check_bounds(value: object) -> Value:
-    """`value`, an int, float, str or bool within bounds. Errors: Refused."""
+    """`value`, an int, float, str or bool within bounds. Errors: ConfigError."""
     if not isinstance(value, (int, float, str)):
-        raise Refused(VALUES)
+        raise ConfigError(VALUES)
     if type(value) is int and not -MOST_INT < value < MOST_INT:
-        raise Refused("a whole number must be below 2**63")
+        raise ConfigError("a whole number must be below 2**63")
     if type(value) is float and not isfinite(value):
-        raise Refused("a number must be finite")
+        raise ConfigError("a number must be finite")
     if type(value) is str and (len(value) > MOST_STRING or not value.isprintable()):
-        raise Refused(f"a string must be at most {MOST_STRING} characters, all of them printable")
+        raise ConfigError(f"a string must be at most {MOST_STRING} characters, all of them printable")
     return value
 
 

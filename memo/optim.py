@@ -20,14 +20,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from memo.errors import BadState
-from memo.flat import (
-    Location,
-    Range,
-    boxes,
-    is_shared,
-    joined,
-    shared_numel,
-)
+from memo.flat import Location, Range, boxes, is_shared, joined, shared_numel
 from memo.launch import rank_name
 from memo.layout import Layout
 from memo.parallel.axis import Works
@@ -86,44 +79,21 @@ class Optimizer:
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
         self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
-        self.own: list[Range] = []  # of each bucket what this rank owns
-        self.parts: list[torch.Tensor] = []  # its parameters on the device
-        self.grads: list[torch.Tensor] = []  # its gradients on the device
-        for (start, end), params, grads in zip(model.buckets, model.bucket_params, model.bucket_grads,
-                                               strict=True):
-            part = (end - start) // data.size
-            first, mine = start + part * data.rank, slice(part * data.rank, part * (data.rank + 1))
-            self.own.append(Range(first, first + part, start // data.size))
-            self.parts.append(params[mine])
-            self.grads.append(grads[mine])
-        self.coming = model.coming
+        # of each bucket what this rank owns, its parameters and its gradients on the device
+        sizes = [(end - start) // data.size for start, end in model.buckets]
+        self.own = [Range(start + n * data.rank, start + n * (data.rank + 1), start // data.size)
+                    for n, (start, _) in zip(sizes, model.buckets, strict=True)]
+        self.parts = [flat.chunk(data.size)[data.rank] for flat in model.bucket_params]
+        self.grads = [flat.chunk(data.size)[data.rank] for flat in model.bucket_grads]
+        self.coming = come = model.coming
         self.sums = list(self.grads)  # of each bucket where the sums of gradients lie
         if self.staging is not None:
             self.sums = [self.staging.grads[own.shard] for own in self.own]
-        elif self.coming:
-            sizes = [len(self.grads[k]) for k in self.coming]
-            for k, sums in zip(self.coming, torch.zeros(sum(sizes), device=device).split(sizes), strict=True):
-                self.sums[k] = sums
+        elif come:
+            numels = sizes[come.start:come.stop]
+            self.sums[come.start:come.stop] = torch.zeros(sum(numels), device=device).split(numels)
         model.source = self
-        # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
-        tp = model.mesh.weights.size
-        self.kept = torch.zeros(shared_numel(model.layout, tp) if on_host else 0, device=model.device)
-        # of each bucket
-        self.decays: list[list[tuple[Range, bool]]] = []  # whether the weights decay
-        self.split: list[list[Range]] = []  # of what each tp rank has a part of
-        self.shared: list[list[tuple[Range, torch.Tensor]]] = []  # of what all hold, and its gradients
-        free = self.kept
-        for k, (start, end) in enumerate(model.buckets):
-            here = [(name, p) for name, p in model.layout.items() if start <= p.offset < end]
-            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in here
-                                           if not self.elsewhere(name)))
-            self.split.append([r for r, shared in ranges if not shared])
-            self.shared.append([])
-            for r in (r for r, shared in ranges if shared):
-                n = r.end - r.start
-                g, free = (free[:n], free[n:]) if on_host else (self.within_bucket(self.sums, k, r), free)
-                self.shared[k].append((r, g))
+        self.find_parts(on_host, model.mesh.weights.size)
         # of the matrix that the first stage and the last one hold: both share it out alike
         self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
@@ -131,9 +101,29 @@ class Optimizer:
         self.max_norm = self.lr = 0.0  # of the step under way, as what follows
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
+    def find_parts(self, on_host: bool, tp: int) -> None:
+        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, of what
+        each tp rank has a part; `shared`, of what all tp ranks hold, and its gradients."""
+        self.decays: list[list[tuple[Range, bool]]] = []
+        self.split: list[list[Range]] = []
+        self.shared: list[list[tuple[Range, torch.Tensor]]] = []
+        # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
+        layout = self.model.layout
+        self.kept = free = torch.zeros(shared_numel(layout, tp) if on_host else 0, device=self.model.device)
+        for k, (start, end) in enumerate(self.model.buckets):
+            here = [(name, p) for name, p in layout.items() if start <= p.offset < end]
+            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
+            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in here
+                                           if not self.elsewhere(name)))
+            self.split.append([r for r, shared in ranges if not shared])
+            self.shared.append([])
+            for r in (r for r, shared in ranges if shared):
+                n = r.end - r.start
+                g, free = (free[:n], free[n:]) if on_host else (self.view(self.sums, k, r), free)
+                self.shared[k].append((r, g))
+
     def within(self, k: int, ranges: list[tuple[int, int, bool]]) -> list[tuple[Range, bool]]:
-        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], where there is
-        any."""
+        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], if there is any."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
         return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
@@ -224,13 +214,9 @@ class Optimizer:
                     at += rows * columns
         return made
 
-    def within_bucket(self, tensors: list[torch.Tensor], k: int, r: Range) -> torch.Tensor:
+    def view(self, tensors: list[torch.Tensor], k: int, r: Range) -> torch.Tensor:
         """Range r of the k-th of `tensors`, which are of what this rank owns of each bucket."""
         return tensors[k][r.start - self.own[k].start:r.end - self.own[k].start]
-
-    def gradient(self, k: int, r: Range) -> torch.Tensor:
-        """The gradients of Range r of bucket k, on the device."""
-        return self.within_bucket(self.grads, k, r)
 
     # --- steps of the schedule: memo/schedule/states.py, and of layers that come program.py ---
 
@@ -287,12 +273,11 @@ class Optimizer:
             self.grads[k].copy_(self.sums[k])
 
     def leave(self, k: int) -> None:
-        """Takes this rank's part of the sums of bucket k's gradients from their place on the device, which is
-        zero again."""
+        """Takes this rank's sums of bucket k's gradients from their place on the device, and zeroes that."""
         self.complete(k)
         if self.staging is not None:
             for r, g in self.shared[k]:
-                g.copy_(self.gradient(k, r))
+                g.copy_(self.view(self.grads, k, r))
             self.staging.down((self.own[k].at, self.grads[k]))
         else:
             self.sums[k].copy_(self.grads[k])
@@ -301,11 +286,11 @@ class Optimizer:
     def complete(self, k: int) -> None:
         """Adds to the sums of bucket k's gradients those of another stage that holds the same matrix, and
         notes what the norm needs of them."""
-        for r in self.tied if k == 0 else ():
-            self.model.mesh.tied.sum(self.gradient(0, r))  # both ends get the same bits, and step alike
+        for r in self.tied if k == 0 else ():  # both ends get the same bits, and step alike
+            self.model.mesh.tied.sum(self.view(self.grads, 0, r))
         square = self.squares[k].zero_()
         for r in self.split[k]:
-            square += square_sum(self.gradient(k, r))
+            square += square_sum(self.view(self.grads, k, r))
 
     def bring_scale(self) -> None:
         """Copies to the host what gradients are divided by, and those of what all tp ranks hold."""
@@ -333,7 +318,7 @@ class Optimizer:
                 if k not in self.coming:
                     self.complete(k)
         squares = [self.squares]
-        for _, g in (pair for shared in self.shared for pair in shared):
+        for g in (g for shared in self.shared for _, g in shared):
             square = square_sum(tp.sum(g))
             if tp.rank == 0:  # once in a tp group
                 squares.append(square[None])
@@ -351,9 +336,8 @@ class Optimizer:
         """Takes the step of bucket k. `scale`: what its gradients are divided by, where they are clipped."""
         cfg = self.cfg
         for r, decays in self.decays[k]:
-            g = self.within_bucket(self.sums, k, r)
             w, m, v = (t[r.shard] for t in self.states().values())
-            adamw_step(w, g, m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
+            adamw_step(w, self.view(self.sums, k, r), m, v, self.steps, lr, (cfg.beta1, cfg.beta2),
                        cfg.weight_decay if decays else 0.0, scale)
         self.steps += k - 1 == self.model.states.in_order[-1]  # the last one
         self.put(k)

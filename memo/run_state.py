@@ -86,6 +86,10 @@ class Run(Decided):
                      gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
         return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
 
+    def where(self) -> str:
+        """Says how far this rank is, for an error."""
+        return f", stage {self.cfg.stage}" * (self.cfg.pp > 1) + f", step {self.step}"
+
     def attempt(self, what: str, work: Callable[..., object], *args: object) -> bool:
         """Calls work(*args), which is not worth a run, as a picture -> whether it succeeded. A failure is a
         warning, once a reason. `what`: its name there."""

@@ -24,9 +24,8 @@ def inner_width(n_inner: int, C: int, mlp: str) -> int:
 class Settings:
     """Holds the keys, each with its default, bounds and help."""
 
-    n_layer: int = key(4, "L, transformer layers",
-                       section="model: these belong to a checkpoint and cannot change under it", least=1,
-                       most=2000,
+    n_layer: int = key(4, "L, transformer layers", least=1, most=2000,
+                       section="model: these belong to a checkpoint and cannot change under it",
                        why="the deepest models known have 1,000, and each layer is planned by itself")
     n_head: int = width_key(4, "H, attention heads")
     n_embd: int = width_key(256, "C, hidden size")
@@ -122,10 +121,8 @@ class Settings:
     beta2: float = key(0.95, "AdamW's second moment", least=0.0, below=1.0, why="a moment of 1 never changes")
     grad_clip: float = key(1.0, "largest global gradient norm; 0 does not clip", least=0.0, most=1e38,
                            why="float32 holds no larger norm; 0 does not clip")
-    optimizer_device: str = key("auto",
-                                "cpu keeps master weights and moments in host memory; auto on the device",
-                                choices=("auto", "cpu"))
-
+    optimizer_device: str = key("auto", "cpu keeps master weights and moments in host memory; auto on the "
+                                "device", choices=("auto", "cpu"))
     states: str = key("auto", "where a layer's parameters and gradients are while nothing is computed with "
                       "it: on the device; sharded over the ranks that have the same ones; on the host, with "
                       "the optimizer's states; auto leaves the device only where that is too small",

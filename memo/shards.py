@@ -9,6 +9,7 @@ proportional to a file's bytes: what a pickle refers to many times is made once,
 import pickle
 import pickletools
 from collections import namedtuple
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from struct import unpack, unpack_from
@@ -32,14 +33,14 @@ Chunk = namedtuple("Chunk", "offsets sizes file start nbytes")
 Chunk.__doc__ = """A stored box of a tensor, and where in which file its zip lies."""
 
 
+@dataclass(eq=False, slots=True)
 class Made:
     """What a pickle asks for: a call of `kind`, the (module, name) of a class or function, and the `state` of
     what it returns."""
 
-    __slots__ = ("args", "kind", "state")
-
-    def __init__(self, kind: object, args: object) -> None:
-        self.kind, self.args, self.state = kind, args, None
+    kind: object
+    args: object
+    state: object = None
 
 
 def parse(data: bytes) -> object:

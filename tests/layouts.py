@@ -109,7 +109,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
-        shard = torch.cat([model.grads[own.flat] for own in optimizer.own])
+        shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
         made.append((loss.item(), norm.item(), whole(optimizer, shard), model.arena.stats().misses))
         model.close()
     return made

@@ -71,6 +71,9 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--n_head=8", "--n_kv_head=3"],
      "n_head=8 % n_kv_head=3 != 0 (each head of keys and values serves equally many of queries); try "
      "n_kv_head=2"),
+    (["--n_head=4", "--n_kv_head=8"],
+     "n_head=4 % n_kv_head=8 != 0 (each head of keys and values serves equally many of queries); try "
+     "n_kv_head=4"),
     (["--n_head=8", "--n_kv_head=2", "--tp=4"],
      "n_kv_head=2 % tp=4 != 0 (the heads of keys and values are shared out); try tp=2 with more cp, or "
      "tensor_parallel=metp"),

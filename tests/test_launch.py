@@ -424,7 +424,7 @@ def without_memory(host, argv, said, rank, steps):
             m.setattr("memo.block.Block.backward", out_of_memory)
         with rank_errors(host):
             run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size), host)
-        with rank_errors(host, run):
+        with rank_errors(host, run.where):
             complete(run, train.train)
 
 

@@ -19,7 +19,7 @@ from memo.dsa import solvers
 from memo.errors import ConfigError
 from memo.keys import shown
 
-SOLVERS = ("auto", "greedy", "mip", "cpsat", "gurobi")
+SOLVERS = tuple(solvers.METHODS)
 MOST_BYTES = 2**60  # of all buffers together
 
 
@@ -203,7 +203,7 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
     """(offsets, proven bound of their peak, who found them, seconds that are left): of the least peak, or the
     first at or below `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
-    for finder, method in _methods(solver):
+    for finder, method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), seconds - took
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
             took = 0.0
@@ -214,13 +214,6 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
         if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing
             bound = max(bound, proven)
     return best, bound, name, seconds - took
-
-
-def _methods(solver: str) -> tuple[tuple[str, solvers.Method], ...]:
-    if solver != "gurobi":
-        return solvers.METHODS[solver]
-    from memo.dsa.gurobi import gurobi
-    return (("gurobi", gurobi),)
 
 
 def _unit(problem: Problem) -> int:
@@ -249,5 +242,3 @@ def _parts(problem: Problem) -> list[tuple[solvers.Part, list[int]]]:
     return [(solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
                                  [problem.rounded(i) // unit for i in group]), group)
             for group in components((b.lower, b.upper) for b in buffers)]
-
-

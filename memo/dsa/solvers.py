@@ -14,7 +14,7 @@ written, and no clock is read. One thread does all. So a result is the same on e
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distributions
 from itertools import accumulate
 from math import ceil, inf, isfinite
@@ -263,9 +263,8 @@ class Program(NamedTuple):
     stop: float
 
 
-def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
-        solve_program: Callable[[Program, float], Relaxed] | None = None) -> Found:
-    """Solve the part's Program by HiGHS, or by `solve_program`."""
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gurobi: bool = False) -> Found:
+    """Solve the part's Program by HiGHS, or by Gurobi."""
     if len(part.size) > LARGE:
         return None, 0, 0.0
     born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
@@ -274,7 +273,7 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float,
         return None, 0, 0.0
     program = Program(np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
                       np.array(best, float), float(stop))
-    values, bound, took = (solve_program or _highs)(program, seconds)
+    values, bound, took = (_gurobi if gurobi else _highs)(program, seconds)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
@@ -326,6 +325,35 @@ def _highs(program: Program, seconds: float) -> Relaxed:
     return np.array(solver.getSolution().col_value[:len(size)]) if found else None, info.mip_dual_bound, took
 
 
+def _gurobi(program: Program, seconds: float) -> Relaxed:
+    """Solve a Program by Gurobi, whose licence is the user's; by HiGHS where there is none, and say so."""
+    size, i, j, M, least, best, stop = program
+    first, second = i.tolist(), j.tolist()
+    settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=stop, MIPGap=0.0, IntFeasTol=TOLERANCE,
+                    FeasibilityTol=TOLERANCE)
+    try:
+        import gurobipy
+    except ImportError:
+        say("gurobi: gurobipy is not installed; going on with HiGHS")
+        return _highs(program, seconds)
+    try:
+        with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
+            at, z = model.addMVar(len(size), ub=M - size), model.addMVar(len(i), vtype="B")
+            peak = model.addMVar(1, least, M, obj=1.0)
+            model.addConstr(at[first] + size[i] <= at[second] + M * z)
+            model.addConstr(at[second] + size[j] <= at[first] + M * (1 - z))
+            model.addConstr(at + size <= peak)
+            for variable, value in ((at, best), (peak, M), (z, best[i] > best[j])):
+                variable.setAttr("Start", value)
+            for name, value in settings.items():
+                model.setParam(name, value)
+            model.optimize()
+            return np.array(at.X) if model.SolCount else None, model.ObjBound, model.Work
+    except gurobipy.GurobiError as error:
+        say(f"gurobi: {error}; going on with HiGHS")
+        return _highs(program, seconds)
+
+
 @cache
 def libraries() -> tuple[str, ...]:
     """The solvers that are installed, with their versions: others may find other placements."""
@@ -346,7 +374,7 @@ def say(line: str) -> None:
 
 
 Method = Callable[[Part, list[int], int, int, float], Found]
-# {solver: (name, function) of what it tries in turns, after greedy}; and gurobi.py, where it is asked for
+# {solver: (name, function) of what it tries in turns, after greedy}
 METHODS: dict[str, tuple[tuple[str, Method], ...]] = {
-    "greedy": (), "mip": (("mip", mip),), "cpsat": (("cpsat", cpsat),),
-    "auto": (("cpsat", briefly), ("cpsat", coarse), ("cpsat", cpsat))}
+    "auto": (("cpsat", briefly), ("cpsat", coarse), ("cpsat", cpsat)), "greedy": (), "mip": (("mip", mip),),
+    "cpsat": (("cpsat", cpsat),), "gurobi": (("gurobi", partial(mip, gurobi=True)),)}
