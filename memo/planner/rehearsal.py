@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -155,20 +155,6 @@ def kind_of(func: OpOverload) -> tuple[str, list[str], int]:
     return "makes" if makes else "writes" if written else "views", written, len(results)
 
 
-def described(value: object) -> object:
-    """Equal for arguments of an operation that give results of the same shapes."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return tuple(map(described, value)) if isinstance(value, (tuple, list)) else (type(value), value)
-
-
-def maker_of(value: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
-    """What makes a tensor of the same shape as a result, or None again."""
-    if value is None:
-        return lambda: None
-    return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
 class FakeArena(TorchDispatchMode):
     """Records the requests of segments that run on fake tensors: those of each operation's results, and
     `requests`, see traced_requests()."""
@@ -177,7 +163,6 @@ class FakeArena(TorchDispatchMode):
         super().__init__()
         self.requests, self.ids = requests, count(1)
         self.log: list[Entry] = []
-        self.makers: dict[tuple, list[Callable[[], torch.Tensor | None]]] = {}
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
@@ -200,40 +185,27 @@ class FakeArena(TorchDispatchMode):
         return result
 
     def result(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
-        """func(*args, **kwargs), whose new memory is noted. On tensors without values most operations take
-        long for nothing: those that write are left out, and others where their results are known by shape."""
+        """func(*args, **kwargs), whose new memory is noted. On tensors without values an operation that
+        writes takes long for nothing: it is left out."""
         kind, names, n = kind_of(func)
         if kind == "writes":
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             written = [given.get(name) for name in names]
             if all(t.device.type == "meta" for t in tensors_in(written)):  # others may need a scalar
                 return written[0] if n == 1 else tuple(written[:n]) or None
-        if kind == "views":
-            return func(*args, **kwargs)
-        key = func, described(args), described([*kwargs.items()])
-        if key in self.makers:
-            results = tuple(make() for make in self.makers[key])
-            self.note(map(torch.Tensor.untyped_storage, tensors_in(results)))
-            return results if len(results) > 1 else results[0]
         old = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
-        new = [t.untyped_storage() for t in tensors_in((result,)) if t.untyped_storage()._cdata not in old]
-        self.note(new)
-        results = result if isinstance(result, tuple) else (result,)
-        if all(value is None or isinstance(value, torch.Tensor) for value in results):  # no numbers
-            makers = [*map(maker_of, results)]
-            alike = [t.untyped_storage().nbytes() for t in tensors_in(make() for make in makers)]
-            if alike == [storage.nbytes() for storage in new]:
-                self.makers[key] = makers  # each has memory of its own, and no more than its shape needs
+        for t in tensors_in((result,)) if kind != "views" else ():
+            if t.untyped_storage()._cdata not in old:
+                self.note(t.untyped_storage())
         return result
 
-    def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        for storage in storages:
-            if storage.nbytes() and storage not in self.known:
-                event = (str(next(self.ids)), storage.nbytes())
-                self.known[storage] = event
-                self.log.append(("malloc", *event))
-                weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage not in self.known:
+            event = (str(next(self.ids)), storage.nbytes())
+            self.known[storage] = event
+            self.log.append(("malloc", *event))
+            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
 
     def recorded(self) -> Trace:
         """The Trace so far."""
