@@ -172,16 +172,14 @@ def train(run: Run, stop: StopSignal) -> None:
             loss = forward_backward(run, it)
             # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
             grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
-            # The one place where the host waits for the device. The two names now hold numbers: their tensors
-            # are free before the optimizer makes its own.
+            # only here the host waits for the device; both tensors are free before the optimizer has its own
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
         # with the optimizer's thread and the weights that came up from the host beside this step's forward
         spans = swap.streams.timeline.take()
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
-        # An error in here leaves states of neither step: nothing could be saved. Steps that a thread of the
-        # host takes later are awaited, or their error is raised, by whoever saves: Optimizer.pieces().
+        # an error in here leaves states of neither step; a host thread's steps are awaited by whoever saves
         run.whole = False
         arena.run("optimizer", run.optimizer.step, lr)
         run.done, run.whole = it + 1, True
@@ -198,8 +196,8 @@ def train(run: Run, stop: StopSignal) -> None:
                           bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
-        replanned = arena.settle()  # plans requests that are new, as those of the first evaluation
-        report_step(run, stats, spans, replanned)
+        # the arena plans requests that are new, as those of the first evaluation
+        report_step(run, stats, spans, replanned=arena.settle())
         if stopped:  # by every rank alike: complete() saves what is done
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step
             return
@@ -208,9 +206,8 @@ def train(run: Run, stop: StopSignal) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains as `argv` and torchrun say; returns the exit code: 0, or 128 + the signal that stopped the run.
-    Errors: ConfigError for the user's mistakes, TrainingError for a run that failed; Interrupted by a signal,
-    while no step is under way."""
+    """Trains as `argv` and torchrun say -> exit code: 0, or 128 + the signal that stopped the run. Errors:
+    ConfigError, TrainingError; Interrupted by a signal while no step is under way."""
     argv = sys.argv[1:] if argv is None else argv
     launch = read_launch()
     with interruptible(), connected(launch) as host:

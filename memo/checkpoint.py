@@ -91,16 +91,13 @@ class Copier:
 
 
 class Saver:
-    """Writes a run's checkpoints in the background.
-
-    `group`: a gloo process group of all ranks that nothing else uses; every rank makes the same calls. None:
-    one process. `pin`: whether a GPU's states come through page-locked memory. `keep`: how many of the newest
-    checkpoints stay, beside one that no step has followed yet; on a full disk one. `whole`: the iteration of
-    the newest whole checkpoint, or None. `read`: gives the tensor of a piece when it is to be written; then
-    pieces have shapes only. `copies`: whether pieces are copied, so that they may change soon; others are
-    written from where they are. `lease`: whether an out_dir is still this run's; rank 0 asks before each of
-    its changes there.
-    """
+    """Writes a run's checkpoints in the background. `group`: a gloo process group of all ranks that nothing
+    else uses; every rank makes the same calls. None: one process. `pin`: whether a GPU's states come through
+    page-locked memory. `keep`: how many of the newest checkpoints stay, beside one that no step has followed
+    yet; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None. `read`: gives the
+    tensor of a piece when it is to be written; then pieces have shapes only. `copies`: whether pieces are
+    copied, so that they may change soon; others are written from where they are. `lease`: whether an out_dir
+    is still this run's; rank 0 asks before each of its changes there."""
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
@@ -292,12 +289,15 @@ class Checkpoint:
         """{name: shape} of the tensors under `prefix`."""
         return {name: shape for name, shape in self.reader.shapes.items() if name.startswith(f"{prefix}.")}
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """Reads a whole tensor, fp32. Errors: as read()."""
+        tensor = torch.empty(self.reader.shapes[name])
+        self.read([whole(name, tensor)])
+        return tensor
+
     def tensors(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name without the prefix, fp32 tensor), one after the other."""
-        for name, shape in self.shapes(prefix).items():
-            tensor = torch.empty(shape)
-            self.read([whole(name, tensor)])
-            yield name.removeprefix(f"{prefix}."), tensor
+        return ((name.removeprefix(f"{prefix}."), self.tensor(name)) for name in self.shapes(prefix))
 
     def read(self, pieces: list[Piece]) -> None:
         """Fills the `pieces` in place, on any device, in any layout; each rank reads for itself. Their names
@@ -346,9 +346,8 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
 
 
 def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
-    """work(the newest intact Checkpoint in `out_dir`), where a run may go on meanwhile. A damaged checkpoint
-    is passed over for the one before it, with a warning; after one that the run has removed, the search
-    starts anew. Errors: no checkpoint is intact."""
+    """work(the newest intact Checkpoint in `out_dir`), where a run may go on and remove some meanwhile. A
+    damaged one is passed over for the one before it, with a warning. Errors: no checkpoint is intact."""
     passed_over: dict[Path, str] = {}
     while True:
         try:
@@ -381,9 +380,8 @@ def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
 
 
 def restore(ckpt: Checkpoint, model: Model, optimizer: Optimizer | None = None) -> None:
-    """Sets master weights, moments and the count of steps. Without an optimizer it sets the model's
-    parameters; with one, optimizer.publish() does. Sends nothing to other ranks. Errors, those of
-    check_model(), come before anything is overwritten."""
+    """Sets master weights, moments and the count of steps, or without an optimizer the model's parameters.
+    Sends nothing to other ranks. Errors, those of check_model(), come before anything is overwritten."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
     check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:

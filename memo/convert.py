@@ -108,11 +108,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
                                   "checkpoint")
 
         def read(name: str) -> torch.Tensor | None:
-            if f"params.{name}" not in stored:
-                return None
-            tensor = torch.empty(stored[f"params.{name}"])
-            ckpt.read([whole(f"params.{name}", tensor)])
-            return tensor
+            return ckpt.tensor(f"params.{name}") if f"params.{name}" in stored else None
         end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
         files, kind = description(out_dir, cfg, dtype, tokenizer, end), getattr(torch, dtype)
         hf_folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ import os
 import platform
 import shutil
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
@@ -102,10 +102,7 @@ def rate_finding(what: str, unit: str, rate: float, expected: float | None, reme
 
 def version_of(package: str) -> str:
     """The version of an installed package; "" without it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return next((found.version for found in distributions(name=package)), "")
 
 
 def driver() -> str:

@@ -61,7 +61,7 @@ import torch
 from memo import checkpoint
 from memo.batch import Data, open_dataset
 from memo.command import progress
-from memo.config import MODEL_KEYS, Config
+from memo.config import MODEL_KEYS, Config, block_rule
 from memo.device import pick_device
 from memo.errors import ConfigError, warn
 from memo.files import save_json
@@ -74,7 +74,6 @@ from memo.origin import code
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh
 from memo.plots import loss_by_position, needle_map
-from memo.rules import block_rule
 from memo.run import check_ranks, check_same_tokenizer
 from memo.signals import interruptible
 from memo.staging import with_place

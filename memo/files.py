@@ -38,10 +38,10 @@ JsonObject = dict[str, Json]
 
 # --- reading ---
 
-def regular(found: os.stat_result) -> os.stat_result:
+def regular(found: os.stat_result, path: str | None = None) -> os.stat_result:
     """`found`, the result of os.stat(). Errors: OSError: it is no regular file, and may have no end."""
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file")
+        raise OSError(errno.EINVAL, "is no regular file", path)
     return found
 
 
@@ -224,8 +224,7 @@ def own_folder(path: Path) -> Path:
 def check_target(name: str, there: int, path: str | Path) -> None:
     """Check that `name` in the open folder `there` is a regular file or nothing. Errors: OSError."""
     with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(name, dir_fd=there, follow_symlinks=False).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        regular(os.stat(name, dir_fd=there, follow_symlinks=False), str(path))
 
 
 def check_other(source: str | Path, target: str | Path) -> None:

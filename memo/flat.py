@@ -24,11 +24,12 @@ ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank
 @dataclass(frozen=True)
 class Location:
     """Where this rank's part of a parameter lies. `offset` in elements; `whole`: the parameter over all tp
-    ranks."""
+    ranks; `bucket`: the number of its bucket."""
 
     offset: int
     shape: tuple[int, ...]
     whole: Parameter
+    bucket: int
 
     @property
     def end(self) -> int:
@@ -52,8 +53,8 @@ class Range(NamedTuple):
 def model_parameters(cfg: Layout) -> dict[str, Parameter]:
     """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
     norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
-    one the norm and the head; where that is the embedding's matrix, it has the embeddings once more: all of
-    them, so that the ranks of both stages share them out alike, and make equal steps."""
+    one the norm and the head; where that is the embedding's matrix, it has all embeddings too, so that the
+    ranks of both stages share them out alike, and make equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
     made: dict[str, Parameter] = {}
     if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
@@ -80,20 +81,27 @@ def shared_numel(layout: dict[str, Location], tp: int) -> int:
 
 
 def local_layout(cfg: Layout, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """flat_layout of a tp rank's part, each bucket of which `data` ranks can share out equally: that of the
-    embeddings, those of the layers, that of the final norm. A stage may have nothing in the first and the
-    last."""
+    """{name: Location} of a tp rank's part of a stage, one behind the other, and [(start, end)] of its
+    buckets: of the embeddings, of each layer, of the final norm. `data` ranks can share out each equally. A
+    stage may have nothing in the first and the last."""
     return known_layout(tuple(getattr(cfg, name) for name in STAGE_KEYS), tp, data)
 
 
 @lru_cache(64)  # a search asks again and again
 def known_layout(keys: tuple[Value, ...], tp: int,
                  data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """The same, of the values of STAGE_KEYS."""
+    """local_layout() of a Layout with these values of STAGE_KEYS."""
     parameters = model_parameters(Layout(**dict(zip(STAGE_KEYS, keys, strict=True))))
-    layout, buckets = flat_layout(parameters, tp, ALIGNED_ELEMENTS * data)
     first, *_, last = ("." in name for name in parameters)  # a layer's
-    return layout, [(0, 0)] * first + buckets + [buckets[-1][1:] * 2] * last
+    layout, buckets, end = dict[str, Location](), [(0, 0)] * first, 0
+    for _, names in groupby(parameters, key=lambda name: name.rpartition(".")[0]):
+        start = end
+        for name in names:
+            layout[name] = Location(end, parameters[name].local_shape(tp), parameters[name], len(buckets))
+            end = layout[name].end
+        end += -end % (ALIGNED_ELEMENTS * data)
+        buckets.append((start, end))
+    return layout, buckets + [(end, end)] * last
 
 
 def bucket_numels(cfg: Layout, data: int) -> list[int]:
@@ -108,27 +116,10 @@ def layer_numel(cfg: Layout, data: int) -> int:
 
 # --- flat buffers ---
 
-def flat_layout(parameters: dict[str, Parameter], tp: int = 1,
-                multiple: int = 1) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """{name: Parameter} -> {name: Location}, one behind the other, and [(start, end)] of the buckets:
-    neighbours of one prefix (a layer, the embeddings, the final norm), each a multiple of `multiple` elements
-    long."""
-    layout, buckets, end = {}, [], 0
-    for _, names in groupby(parameters, key=lambda name: name.rpartition(".")[0]):
-        start = end
-        for name in names:
-            layout[name] = Location(end, parameters[name].local_shape(tp), parameters[name])
-            end = layout[name].end
-        end = -(-end // multiple) * multiple
-        buckets.append((start, end))
-    return layout, buckets
-
-
 def gradients_in_turns(cfg: Layout, micro_batches: int) -> range:
     """The buckets whose gradients take turns in two places of the device. With the optimizer on the host
-    those of layers leave one by one, one layer computes while the layer above leaves; unless another micro
-    batch of the step is to add to them, or another subsequence, whose units come behind those of all
-    layers."""
+    those of a layer leave while the layer below computes, unless another micro batch of the step is to add
+    to them, or another subsequence, whose units come behind those of all layers."""
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer and not cfg.layers_come
     return range(1, len(cfg.layers) + 1) if leaves else weights_in_turns(cfg)
 
@@ -150,9 +141,8 @@ def states_of(cfg: Layout, replicas: int, micro_batches: int) -> States:
 
 def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list[tuple[int, int]], int]:
     """([(start, end)] of each bucket, elements in all) in a flat buffer. The buckets that take turns have its
-    first part: odd ones begin where it begins, even ones end where it ends, and it holds any two neighbours.
-    Each comes when the one two before it is done, and finds there but its neighbour, however large others
-    are."""
+    first part, which holds any two neighbours: odd ones begin where it begins, even ones end where it ends.
+    Each comes when the one two before it is done, and finds there but its neighbour."""
     sizes = [end - start for start, end in buckets]
     room = max((a + b for a, b in pairwise([0, *(sizes[k] for k in in_turns)])), default=0)
     places, free = [], room

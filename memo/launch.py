@@ -222,9 +222,9 @@ def open_store(launch: Launch) -> dist.Store:
 
 
 def start_pulse(rank: int, world: int) -> Callable[[], None]:
-    """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S. A GPU would
-    wait for days for messages of that rank, and torchrun on another node would not notice. Each rank tells
-    the next one every BEAT_S that it is alive (0), in the end that it stops (1) -> what stops this one."""
+    """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S: a GPU would
+    wait for its messages for days. Each rank tells the next one every BEAT_S that it is alive (0), in the end
+    that it stops (1) -> what stops this one."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
     before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 

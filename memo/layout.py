@@ -144,11 +144,10 @@ def degrees(cfg: Config, world: int) -> int:
 def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
                   layers_come: bool = False) -> dict[str, str]:
     """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
-    the neighbours of a pipeline (n_communicators). Each axis has a communicator of its own, for one does
-    what it is given in order: METP's matrices go round on another one than is broadcast on, and its keys and
-    values on a third; where layers come, their parameters have another one than the sums of gradients. Only
-    `world` shares that of another axis with the same ranks: `world` sums scalars, at times when the other
-    axis has nothing under way."""
+    the neighbours of a pipeline (n_communicators). Each axis has its own, for a communicator does what it is
+    given in order: METP's matrices go round on another one than is broadcast on, its keys and values on a
+    third; where layers come, parameters and sums of gradients have one each. Only `world` shares that of an
+    axis with the same ranks: it sums scalars when the other one has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
                  shards=dp * cp if layers_come else 1, world=pp * dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}

@@ -8,8 +8,7 @@ over both; gradients of parameters that all tp ranks hold cover local tokens onl
 
 With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded the sums
 of a layer's gradients are kept in pieces, and its parameters are made of the master weights whenever they are
-needed; with states=host both go to the host, and come from there. So the bucket of a layer has no place of
-its own on the device: see memo/schedule/program.py.
+needed; with states=host both come from the host. So a layer's bucket has no place of its own on the device.
 Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
@@ -110,8 +109,8 @@ class Optimizer:
         # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
         layout = self.model.layout
         self.kept = free = torch.zeros(shared_numel(layout, tp) if on_host else 0, device=self.model.device)
-        for k, (start, end) in enumerate(self.model.buckets):
-            here = [(name, p) for name, p in layout.items() if start <= p.offset < end]
+        for k in range(len(self.own)):
+            here = [(name, p) for name, p in layout.items() if p.bucket == k]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
             ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in here
                                            if not self.elsewhere(name)))
@@ -130,7 +129,7 @@ class Optimizer:
 
     def shard_of(self, p: Location) -> list[Range]:
         """[Range]: this rank's part of a parameter, none or one."""
-        return [r for k in range(len(self.own)) for r, _ in self.within(k, [(p.offset, p.end, False)])]
+        return [r for r, _ in self.within(p.bucket, [(p.offset, p.end, False)])]
 
     def elsewhere(self, name: str) -> bool:
         """Whether a parameter is counted and saved by the first stage, which holds the same one."""
@@ -141,11 +140,10 @@ class Optimizer:
         and the model's parameters."""
         model = self.model
         mine = bucket_views(model.layout, model.buckets, model.bucket_params)
-        come = [model.buckets[k] for k in self.coming]
         for name, tensor in named_tensors:
             p = model.layout[name]
             part = local(tensor, p.whole, model.mesh.weights)
-            if not any(start <= p.offset < end for start, end in come):
+            if p.bucket not in self.coming:
                 mine[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
@@ -165,7 +163,7 @@ class Optimizer:
             part = name if shared or tp.size == 1 else f"{name} of tp rank {tp.rank}"
             if name == "wpe" and self.elsewhere(name):  # nobody reads it
                 continue
-            stays = not any(model.buckets[k][0] <= p.offset < model.buckets[k][1] for k in self.coming)
+            stays = p.bucket not in self.coming
             if stays and model.mesh.host.size > 1:
                 yield part, digest(params[name].view(-1), model.dtype)
             for r in self.shard_of(p):
@@ -239,11 +237,9 @@ class Optimizer:
                 return self.leave, k
             case Op.CLIP, _:
                 return self.take_norm, self.max_norm
-            case Op.ADAMW, _:
-                return self.step_bucket, k, self.lr, self.scale if self.max_norm > 0 else None
-            case Op.HOST_ADAMW, _:
-                assert self.staging is not None
-                return self.step_bucket, k, self.lr, self.staging.scale[0] if self.max_norm > 0 else None
+            case (Op.ADAMW | Op.HOST_ADAMW), _:
+                scale = self.scale if self.staging is None else self.staging.scale[0]
+                return self.step_bucket, k, self.lr, scale if self.max_norm > 0 else None
         raise ValueError(f"{step} is not the optimizer's")
 
     def start_sum(self, k: int) -> Works:

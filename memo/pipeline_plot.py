@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,14 +47,9 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
 
 def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
     """Computing of one look, of one subsequence, without a pause: layers as one bar."""
-    runs: list[Bar] = []
-    for bar in (bar for bar in bars if bar.row == "compute" and bar.look != "others"):
-        last = runs[-1] if runs else None
-        if last and last[:4] == bar[:4]:
-            runs[-1] = last._replace(end_s=bar.end_s)
-        else:
-            runs.append(bar)
-    return runs
+    computing = (bar for bar in bars if bar.row == "compute" and bar.look != "others")
+    runs = [[*run] for _, run in groupby(computing, key=lambda bar: bar[:4])]
+    return [run[0]._replace(end_s=run[-1].end_s) for run in runs]
 
 
 def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:

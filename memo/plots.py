@@ -200,10 +200,8 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> None:
     """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
     torch's caching allocator would, simulated from an empty cache. Both have the same scale, while the lower
-    one is up to 4 times as high. Tensors that the plan leaves to torch are in neither.
-
-    Errors: ValueError: the trace requests no tensor that a plan may have.
-    """
+    one is up to 4 times as high. Tensors that the plan leaves to torch are in neither. Errors: ValueError:
+    the trace requests no tensor that a plan may have."""
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")

@@ -194,7 +194,7 @@ class Settings:
 
     @property
     def block_multiple(self) -> int:
-        """What block_size, and each subsequence, must be a multiple of: see rules.block_rule()."""
+        """What block_size, and each subsequence, must be a multiple of: see config.block_rule()."""
         return FP8_MULTIPLE * self.cp * self.tp if self.matmul == "fp8" else self.layout_multiple
 
     @property

@@ -2,8 +2,8 @@
 
 DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
 run code, and a few bytes can take all time and memory there is. So neither pickle nor torch.load reads them:
-parse() makes lists, tuples, numbers and texts of the few opcodes that DCP writes. Time and memory are
-proportional to a file's bytes: what a pickle refers to many times is made once, and read once.
+parse() makes lists, tuples, numbers and texts of the few opcodes that DCP writes, in time and memory that are
+proportional to a file's bytes.
 """
 
 import pickle

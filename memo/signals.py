@@ -84,13 +84,10 @@ def interruptible() -> Iterator[None]:
 
 
 class StopSignal:
-    """The handler of signals while a run trains.
-
-    The first signal is only noted in `number`: the step is finished and saved. The second one raises
-    StepGivenUp inside interruptible(): the state before the step is saved. The third one ends the process.
-    With several ranks the second one changes nothing, since all ranks must agree. `quiet`: nothing is
-    printed. `alone`: there is one rank.
-    """
+    """The handler of signals while a run trains. The first one is only noted in `number`: the step is
+    finished and saved. The second one raises StepGivenUp inside interruptible(): the state before the step is
+    saved. The third one ends the process. With several ranks the second one changes nothing, since all ranks
+    must agree. `quiet`: nothing is printed. `alone`: there is one rank."""
 
     def __init__(self, quiet: bool, alone: bool) -> None:
         self.quiet, self.alone, self.may_give_up = quiet, alone, False

@@ -226,12 +226,9 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, but for empty ones -> its
-    meta. `end`: the token that ends each, by default end_of_document()'s.
-
-    Whatever stops the writing, `out_dir` holds the dataset of before, or none; after a kill between two names
-    files that open_dataset() refuses, and that the next call replaces. Errors: ConfigError: there is no text,
-    or no end token.
-    """
+    meta. `end`: the token that ends each, by default end_of_document()'s. Whatever stops the writing,
+    `out_dir` holds the dataset of before, or none; after a kill between two names files that open_dataset()
+    refuses, and that the next call replaces. Errors: ConfigError: there is no text, or no end token."""
     began = time.monotonic()
     out_dir = Path(out_dir)
     check_own(out_dir)

@@ -26,12 +26,9 @@ def is_finite(t: torch.Tensor) -> bool:
 def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]],
                  parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
-    made, k = {}, 0
-    for name, p in layout.items():
-        k += p.offset >= buckets[k][1]
-        start = buckets[k][0]
-        made[name] = parts[k][p.offset - start:p.end - start].view(p.shape)
-    return made
+    starts = {name: buckets[p.bucket][0] for name, p in layout.items()}
+    return {name: parts[p.bucket][p.offset - starts[name]:p.end - starts[name]].view(p.shape)
+            for name, p in layout.items()}
 
 
 def views(layout: dict[str, Location], flat: torch.Tensor) -> dict[str, torch.Tensor]:

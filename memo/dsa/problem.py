@@ -57,13 +57,10 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """`buffers` may be empty. `capacity`: in bytes, None without a limit. Every offset is a multiple of
-    `alignment`.
-
-    A buffer takes up its size rounded up to the alignment, so that loads and peaks are multiples of it too.
-    Refuses empty lifespans, sizes below 1 (an empty buffer needs no address: leave it out), equal ids, sizes
-    that add up to more than MOST_BYTES and a capacity under the largest buffer with a DsaError.
-    """
+    """`buffers` may be empty. `capacity`: in bytes, None without a limit. Offsets are multiples of
+    `alignment`, and a buffer takes up its size rounded up to that, so that loads and peaks are multiples too.
+    Errors: DsaError: empty lifespans, sizes below 1, equal ids, sizes that add up to more than MOST_BYTES, a
+    capacity under the largest buffer."""
 
     buffers: tuple[Buffer, ...]
     capacity: int | None = None
@@ -163,12 +160,8 @@ def validate(problem: Problem, solution: Solution) -> None:
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
     """The best Solution that `solver` finds in `time_limit` seconds of work, see solvers.py; never worse than
-    greedy's, always validated.
-
-    Without a capacity it looks for the least peak, or one of `enough` bytes; with one it stops at the first
-    placement that fits, and raises NoPlacement where it found none. `auto` runs greedy and, where that
-    leaves a gap, CP-SAT: on coarser problems first.
-    """
+    greedy's, always validated. Without a capacity it looks for the least peak, or one of `enough` bytes; with
+    one it stops at the first placement that fits, and raises NoPlacement where it found none."""
     if solver not in SOLVERS:
         raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
     if not time_limit >= 0:

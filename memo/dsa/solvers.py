@@ -48,12 +48,8 @@ Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: o
 
 @dataclass(frozen=True)
 class Part:
-    """Buffers of one stretch of time: tuples of half-open lifespans [lower, upper) in ranks, and of sizes in
-    units.
-
-    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers conflict where they
-    share a rank.
-    """
+    """Buffers of one stretch of time: half-open lifespans [lower, upper) in ranks, and sizes in units. Rank t
+    is the t-th of the greatest sets of buffers that are alive together: buffers that share one conflict."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -169,12 +165,8 @@ def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float
 
 
 def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn other blocks, and
-    longer.
-
-    The requests of a network come in stacks and rows. Most good placements keep some of these together, and
-    there are far fewer blocks than buffers.
-    """
+    """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn others, and longer.
+    The requests of a network come in stacks and rows: most good placements keep some of these together."""
     left, n, offsets = COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
@@ -198,11 +190,8 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
 def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             seed: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
     """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
-    the ceiling.
-
-    The pair that wastes the smallest part of its area is joined first: one upon the other where their
-    lifespans meet, else one after the other at the same address. Seed 0 is exact; other seeds add noise.
-    """
+    the ceiling. The pair that wastes the smallest part of its area is joined first: one upon the other where
+    their lifespans meet, else one after the other at the same address. Seeds above 0 add noise."""
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
     there: np.ndarray = np.ones(n, bool)

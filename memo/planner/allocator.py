@@ -136,12 +136,10 @@ class NoArena:
 
 class Arena:
     """The temporary tensors of one model: `run(label, work, *args)` is a segment, settle() the boundary of a
-    step, `plans` all that was planned so far, [(trace, plan)].
-
-    What a segment does with its tensors must stay on one stream, and on the device that was current when the
-    plan came: a place that is free may be given away at once. `guard`: on every request check all live blocks
-    against each other, and on the CPU fill what is freed with NaN. Errors: Unavailable.
-    """
+    step, `plans` all that was planned so far, [(trace, plan)]. What a segment does with its tensors must stay
+    on one stream, and on the device that was current when the plan came: a place that is free may be given
+    away at once. `guard`: on every request check all live blocks against each other, and on the CPU fill what
+    is freed with NaN. Errors: Unavailable."""
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:

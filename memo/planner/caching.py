@@ -157,12 +157,9 @@ def segment_kind(segment: str) -> str:
 
 def simulate_caching(traces: list[Trace], capacity: int | None = None,
                      planned_only: bool = False) -> tuple[CachingAllocator, list[Rectangle]]:
-    """Request one Trace after the other from one allocator of `capacity` bytes, None for no limit: several
-    steps, several lengths. planned_only: without the tensors that a plan leaves to torch.
-
-    Returns the allocator as it is then and the Rectangles of all tensors, on one clock. Errors:
-    SimulatedOutOfMemory.
-    """
+    """Request one Trace after the other from one allocator of `capacity` bytes, None for no limit, and give
+    back the allocator as it is then and the Rectangles of all tensors, on one clock. planned_only: without
+    the tensors that a plan leaves to torch. Errors: SimulatedOutOfMemory."""
     allocator, tensors, start = CachingAllocator(capacity), [], 0
     for trace in traces:
         requests = [r for r in requests_of(trace)[0] if r.planned or not planned_only]

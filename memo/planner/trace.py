@@ -18,10 +18,8 @@ class LogError(ConfigError):
 @dataclass(frozen=True)
 class Trace:
     """The memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end", segment, 0).
-
     A tensor's name may come again after its free. What is never freed lives to the end of the log; `keep`
-    stands for the malloc of a tensor that outlives the step and so is not planned.
-    """
+    stands for the malloc of a tensor that outlives the step and so is not planned."""
 
     events: tuple
 
