@@ -577,21 +577,6 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
     assert planned_arena_bytes(few, cfg.solver, "cuda") == planned_arena_bytes(every, cfg.solver, "cuda")
 
 
-LLAMA_ARGV = ["--norm=rmsnorm", "--mlp=swiglu", "--gelu=exact", "--bias=False", "--n_kv_head=4"]
-
-
-@pytest.mark.parametrize("argv", [["--subsequences=3", "--tensor_parallel=metp", "--tp=2"],
-                                  ["--matmul=fp8", "--tp=2"], ["--device=cpu"],
-                                  [*LLAMA_ARGV, "--ops=torch"],
-                                  [*LLAMA_ARGV, "--tensor_parallel=metp", "--tp=2"]], ids=" ".join)
-def test_a_trace_is_the_same_where_every_operation_runs(argv):
-    cfg = Layout.of(load(["config/gpt2_124m.py", "--block_size=1536", "--vocab_size=1024", *argv]))
-    device = "cpu" if cfg.device == "cpu" else "cuda"
-    quick = trace_step(cfg, device)
-    with patch.object(rehearsal, "kind_of", lambda func: ("makes", [], 0)):
-        assert trace_step(cfg, device) == quick
-
-
 @pytest.mark.slow
 def test_another_process_traces_one_step_after_the_other():
     def here(keys):

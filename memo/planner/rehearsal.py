@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -144,17 +143,6 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-@cache
-def kind_of(func: OpOverload) -> tuple[str, list[str], int]:
-    """What an operation does with tensors: ("writes", "views" or "makes", the arguments that it writes, how
-    many results it has, which are the first of these where it makes none)."""
-    results = [r.alias_info for r in func._schema.returns]
-    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    # lift_fresh: of a constant, for which a fake tensor has memory
-    makes = not all(results) or torch.Tag.inplace_view in func.tags or func.name() == "aten::lift_fresh"
-    return "makes" if makes else "writes" if written else "views", written, len(results)
-
-
 class FakeArena(TorchDispatchMode):
     """Records the requests of segments that run on fake tensors: those of each operation's results, and
     `requests`, see traced_requests()."""
@@ -178,26 +166,14 @@ class FakeArena(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
                            kwargs: dict | None = None) -> object:
-        result = self.result(func, args, kwargs or {})
+        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *(kwargs or {}).values()))}
+        result = func(*args, **kwargs or {})
+        for storage in map(torch.Tensor.untyped_storage, tensors_in((result,))):
+            if storage._cdata not in old:
+                self.note(storage)
         sizes = self.requests(func.name(), args) if self.requests else ()
         own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
-        return result
-
-    def result(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
-        """func(*args, **kwargs), whose new memory is noted. On tensors without values an operation that
-        writes takes long for nothing: it is left out."""
-        kind, names, n = kind_of(func)
-        if kind == "writes":
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            written = [given.get(name) for name in names]
-            if all(t.device.type == "meta" for t in tensors_in(written)):  # others may need a scalar
-                return written[0] if n == 1 else tuple(written[:n]) or None
-        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *kwargs.values()))}
-        result = func(*args, **kwargs)
-        for t in tensors_in((result,)) if kind != "views" else ():
-            if t.untyped_storage()._cdata not in old:
-                self.note(t.untyped_storage())
         return result
 
     def note(self, storage: torch.UntypedStorage) -> None:
