@@ -160,10 +160,6 @@ class FakeArena(TorchDispatchMode):
         self.log.append(("end", label, 0))
         return result
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch's compiler, which never sees this, would be told to leave it alone each time
-
     def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
                            kwargs: dict | None = None) -> object:
         old = {t.untyped_storage()._cdata for t in tensors_in((*args, *(kwargs or {}).values()))}
