@@ -56,40 +56,6 @@ def crc32(path: Path) -> int:
     return crc
 
 
-class Copier:
-    """Copies pieces to the host while training goes on, from a GPU through two small blocks of page-locked
-    host memory: its copies to other memory are slow."""
-
-    def __init__(self, pin: bool) -> None:
-        self.pin = pin
-        self.slab: HostSlab | None = None  # page-locked once
-
-    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
-        """The fp32 pieces in host memory of their own. `reached`: a GPU's event behind their last change."""
-        if reached is None:
-            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
-        copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
-        n = STAGED_BYTES // 4
-        parts = [part for copy, p in zip(copies, pieces, strict=True)
-                 for part in zip(*(t.view(-1).split(n) for t in (copy, p.tensor)), strict=True)]
-        filled, stream = [torch.cuda.Event() for _ in parts], torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
-            blocks = self.slab.bytes.view(torch.float32).split(n)
-            # protects the copy from an optimizer step that is still under way
-            stream.wait_event(reached)
-            for i in range(len(parts) + 1):  # one block is filled while the other one is emptied
-                if i < len(parts):
-                    _, part = parts[i]
-                    blocks[i % 2][:len(part)].copy_(part, non_blocking=True)
-                    filled[i].record(stream)
-                if i > 0:
-                    copy, _ = parts[i - 1]
-                    filled[i - 1].synchronize()  # of this thread only
-                    copy.copy_(blocks[(i - 1) % 2][:len(copy)])
-        return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
-
-
 class Saver:
     """Writes a run's checkpoints in the background. `group`: a gloo process group of all ranks that nothing
     else uses; every rank makes the same calls. None: one process. `pin`: whether a GPU's states come through
@@ -110,7 +76,8 @@ class Saver:
         self.error: CheckpointError | BadState | None = None
         self.read, self.copies = read, copies and read is None
         self.pieces: list[Piece] | None = None
-        self.copier, self.taken = Copier(pin), threading.Event()
+        self.pin, self.taken = pin, threading.Event()
+        self.slab: HostSlab | None = None  # page-locked once
 
     def save(self, pieces: list[Piece], config: JsonObject, iter: int) -> None:
         """Starts to write the checkpoint of a run with these keys and the next iteration `iter`, unless it is
@@ -156,9 +123,35 @@ class Saver:
             dist.destroy_process_group(self.group)
         self.group = None
 
+    def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
+        """The fp32 pieces in host memory of their own, from a GPU through two small blocks of page-locked
+        memory, for its copies to other memory are slow. `reached`: a GPU's event behind their last change."""
+        if reached is None:
+            return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
+        copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
+        n = STAGED_BYTES // 4
+        parts = [part for copy, p in zip(copies, pieces, strict=True)
+                 for part in zip(*(t.view(-1).split(n) for t in (copy, p.tensor)), strict=True)]
+        filled, stream = [torch.cuda.Event() for _ in parts], torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
+            blocks = self.slab.bytes.view(torch.float32).split(n)
+            # protects the copy from an optimizer step that is still under way
+            stream.wait_event(reached)
+            for i in range(len(parts) + 1):  # one block is filled while the other one is emptied
+                if i < len(parts):
+                    _, part = parts[i]
+                    blocks[i % 2][:len(part)].copy_(part, non_blocking=True)
+                    filled[i].record(stream)
+                if i > 0:
+                    copy, _ = parts[i - 1]
+                    filled[i - 1].synchronize()  # of this thread only
+                    copy.copy_(blocks[(i - 1) % 2][:len(copy)])
+        return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
+
     def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> str | None:
         """-> the name of a piece that is not finite, or None."""
-        self.pieces = self.copier.copy(pieces, reached) if self.copies else pieces
+        self.pieces = self.copy(pieces, reached) if self.copies else pieces
         if self.copies:
             self.taken.set()
         return next((p.name for p in self.pieces if not self.read and not is_finite(p.tensor)), None)
@@ -188,12 +181,11 @@ class Saver:
         except BadState as e:
             self.error = e
         except Exception as e:
-            failed = f"{path} cannot be written ({reason(e)})"
-            remedy = elsewhere(e, "folder")
-            self.error = CheckpointError(f"{failed}; {remedy}")
+            before = ""
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
-                if latest(self.folder.parent):
-                    self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
+                before = "; the previous one is whole" * bool(latest(self.folder.parent))
+            self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){before}; "
+                                         f"{elsewhere(e, 'folder')}")
             if self.rank == 0 and temporary != path:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:

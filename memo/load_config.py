@@ -21,7 +21,7 @@ from memo.huggingface import OWN, check_reach, model_keys
 from memo.keys import Keys, Value, check_value, columns, typed
 from memo.manifest import newest
 from memo.rope import parse_scaling
-from memo.settings import inner_width
+from memo.settings import Settings
 
 MOST_CONFIG_CHARS = 2**16  # of a config file
 MOST_STRING = 2**12        # characters: the longest path
@@ -154,17 +154,10 @@ def stored_config(stored: Keys, **changes: Value) -> Config:
 
 def meaning(keys: Keys, name: str) -> Value:
     """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
-    model: Keys = {k: f.default for k, f in KEYS.items()} | dict(keys)
-    match name:
-        case "rope_scaling":
-            return parse_scaling(model[name])
-        case "n_kv_head":
-            return model[name] or model["n_head"]
-        case "head_dim":
-            return model[name] or model["n_embd"] // model["n_head"]
-        case "n_inner":
-            return inner_width(model[name], model["n_embd"], model["mlp"])
-    return model[name]
+    implied = dict(n_kv_head="kv_heads", head_dim="head_width", n_inner="inner_width")
+    model = Settings(**{k: v for k, v in keys.items() if k in KEYS})
+    value = getattr(model, implied.get(name, name))
+    return parse_scaling(value) if name == "rope_scaling" else value
 
 
 def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[Path, str]) -> Keys:

@@ -13,13 +13,6 @@ rate_key = partial(key, least=0.0, most=100.0, why="AdamW moves every weight by 
 width_key = partial(key, least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
 
 
-def inner_width(n_inner: int, C: int, mlp: str) -> int:
-    """Finds the width of an MLP of the kind `mlp`, given or implied by the hidden size C."""
-    if n_inner or mlp == "gelu":
-        return n_inner or 4 * C
-    return -(-8 * C // (3 * 256)) * 256
-
-
 @dataclass(frozen=True)
 class Settings:
     """Holds the keys, each with its default, bounds and help."""
@@ -179,8 +172,9 @@ class Settings:
 
     @property
     def inner_width(self) -> int:
-        """F, width of the MLP."""
-        return inner_width(self.n_inner, self.n_embd, self.mlp)
+        """F, width of the MLP, given or implied by the hidden size."""
+        C = self.n_embd
+        return self.n_inner or (4 * C if self.mlp == "gelu" else -(-8 * C // (3 * 256)) * 256)
 
     @property
     def zigzag(self) -> bool:

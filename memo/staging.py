@@ -17,7 +17,7 @@ from memo.layout import Layout
 from memo.protocols import Model
 from memo.schedule.step import Step
 from memo.swap.alpha import OutOfHostMemory
-from memo.swap.buffers import Pairs, bytes_of, copy_bytes
+from memo.swap.buffers import bytes_of, copy_bytes
 from memo.swap.slab import HostSlab, host_bytes
 
 SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
@@ -73,19 +73,14 @@ class Staging:
         self.grads, self.scale = floats.split((numel, 1))
         self.apart = model.states.apart
 
-    def pairs(self, place: int, t: torch.Tensor) -> Pairs:
-        """[(bytes of t, on the device, their place from number `place` of the host's on)], for one copy
-        each."""
-        return self.slab.pairs(4 * place, bytes_of(t))
-
     def down(self, *parts: tuple[int, torch.Tensor]) -> None:
-        """Copies each (first place on the host, tensor)."""
+        """Copies each (number of the host's place where it begins, tensor) to the host."""
         for place, t in parts:
-            copy_bytes([(host, device) for device, host in self.pairs(place, t)])
+            copy_bytes([(host, device) for device, host in self.slab.pairs(4 * place, bytes_of(t))])
 
     def up(self, place: int, t: torch.Tensor) -> None:
         """Copies to a tensor what lies from that place of the host's on."""
-        copy_bytes(self.pairs(place, t))
+        copy_bytes(self.slab.pairs(4 * place, bytes_of(t)))
 
     def weights_at(self, own: Range) -> int:
         """The first byte on the host of the weights of a bucket's Range."""

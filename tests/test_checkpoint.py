@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from memo import checkpoint, dcp
-from memo.checkpoint import CheckpointError, Copier, Saver
+from memo.checkpoint import CheckpointError, Saver
 from memo.config import as_keys
 from memo.layout import Layout
 from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
@@ -336,7 +336,7 @@ def test_the_forward_and_backward_need_not_wait_for_the_states(copies, tmp_path,
     model, optimizer = fresh()
     train(model, optimizer, range(3))
     before, go = state(model, optimizer), threading.Event()
-    owner, name = (Copier, "copy") if copies else (dcp.Writer, "write_data")
+    owner, name = (Saver, "copy") if copies else (dcp.Writer, "write_data")
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: go.wait(TIMEOUT_S) and real(*args))
     saver, batch = Saver(tmp_path, copies=copies), torch.zeros(1, 24, dtype=torch.int64)
@@ -364,7 +364,7 @@ def test_a_copy_that_fails_is_a_failure_and_holds_nobody_up(tmp_path, monkeypatc
 
     def no_memory(*args):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    monkeypatch.setattr(Copier, "copy", no_memory)
+    monkeypatch.setattr(Saver, "copy", no_memory)
     saver = Saver(tmp_path)
     saver.save(optimizer.pieces(saved=True), as_keys(CFG), 3)
     saver.copied()

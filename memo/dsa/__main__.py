@@ -11,16 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from memo.command import Arguments, end_with_reader, progress, run
-from memo.dsa.problem import (
-    MOST_BYTES,
-    Buffer,
-    DsaError,
-    NoPlacement,
-    Problem,
-    Solution,
-    solve,
-    solver_options,
-)
+from memo.dsa.problem import MOST_BYTES, Buffer, DsaError, NoPlacement, Problem, Solution, add_options, solve
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_bytes
 from memo.keys import number_of, shown
@@ -91,7 +82,7 @@ def read_argv(argv: list[str]) -> Namespace:
     parser.option("--capacity", int, least=1,
                   help="bytes; stop at the first placement that fits, not at the least peak",
                   most=MOST_BYTES, why="so much is all that the buffers may take together")
-    solver_options(parser, 1, "")
+    add_options(parser, 1, "")
     return parser.parse_args(argv)
 
 

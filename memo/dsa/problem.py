@@ -36,7 +36,7 @@ class NoPlacement(RuntimeError):
     """There is no placement under the capacity, or none was found in the time limit."""
 
 
-def solver_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
+def add_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
     """Add the options of a search for a placement."""
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
     parser.option("--time_limit", float, 60.0, f"seconds of work{time_limit_of}, counted in steps: what is "

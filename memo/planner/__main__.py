@@ -5,7 +5,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from memo.command import Arguments, end_with_reader, progress, run
-from memo.dsa.problem import solver_options
+from memo.dsa.problem import add_options
 from memo.errors import ConfigError, reason
 from memo.files import check_other, read_table, save_json
 from memo.planner.plan import Plan, plan_trace
@@ -17,7 +17,7 @@ def read_argv(argv: list[str]) -> Namespace:
                        "malloc <tensor> <bytes>, free <tensor> <bytes>, begin <segment>, end <segment>.")
     parser.option("log", help="the request log", least=1)
     parser.option("--output", help="the plan, JSON", short=["-o"], required=True, least=1)
-    solver_options(parser, 512, " for each problem")
+    add_options(parser, 512, " for each problem")
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
 

@@ -31,14 +31,9 @@ class Trace:
     @property
     def segments(self) -> dict[str, list[Entry]]:
         """{label: [events], marks included}, in their order."""
-        out: dict[str, list[Entry]] = {}
-        label = OUTSIDE
-        for event in self.events:
-            label = event[1] if event[0] == "begin" else label
-            if label != OUTSIDE:
-                out.setdefault(label, []).append(event)
-            label = OUTSIDE if event[0] == "end" else label
-        return out
+        begins, ends = ([i for i, event in enumerate(self.events) if event[0] == mark]
+                        for mark in ("begin", "end"))
+        return {self.events[i][1]: [*self.events[i:k + 1]] for i, k in zip(begins, ends, strict=True)}
 
     def repeated(self, order: Iterable[tuple[str, str]]) -> "Trace":
         """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What
