@@ -21,8 +21,7 @@ from memo.manifest import Damaged
 
 
 def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
-    """(Config, whether --force is given). --help ends the process. `passed_over`: checkpoints not
-    to resume from."""
+    """(Config, whether --force is given). --help ends the process. `passed_over`: as in load_config()."""
     if "--help" in argv or "-h" in argv:
         command.end_with_reader()
         print(f"{__doc__}\n\n{keys_help()}")
@@ -134,8 +133,7 @@ def evaluate(run: Run) -> float:
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
-    """The loss of step `it`. Its gradients, of all micro batches, are on their way to the ranks
-    that need them."""
+    """The loss of step `it`. Its gradients are on their way to the ranks that need them."""
     cfg, mesh = run.cfg, run.mesh
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)

@@ -145,8 +145,8 @@ def installed() -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts a thread where there is memory for it. Python waits for ever for one that ends as it begins, for
-    want of memory. Errors: RuntimeError."""
+    """Starts a thread. Errors: RuntimeError: no memory for it, and Python would wait for ever for its
+    begin."""
     try:
         mmap.mmap(-1, THREAD_BYTES).close()
     except OSError:

@@ -23,8 +23,7 @@ ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank
 
 @dataclass(frozen=True)
 class Location:
-    """Where this rank's part of a parameter lies. `offset` in elements; `whole`: the parameter over all tp
-    ranks; `bucket`: the number of its bucket."""
+    """Where this rank's part of a parameter lies, in elements. `whole`: the parameter over all tp ranks."""
 
     offset: int
     shape: tuple[int, ...]

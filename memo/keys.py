@@ -119,8 +119,7 @@ def help_width() -> int:
 
 
 def columns(rows: list[tuple[str, str | None]]) -> str:
-    """The lines of [(left, right)] in two aligned columns, as wide as help_width(). Where right is None, left
-    is a heading."""
+    """The lines of [(left, right)] in two aligned columns. Where right is None, left is a heading."""
     width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []

@@ -150,8 +150,7 @@ def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
 @contextmanager
 def rank_errors(host: Axis, where: Callable[[], str] | None = None) -> Iterator[None]:
     """Ends this process at once where it is one of several and the with-block raises: an orderly end would
-    wait for ranks that may be gone. Rank 0 reports an error that all share. `where`: says how far a run is,
-    once it is set up."""
+    wait for ranks that may be gone. Rank 0 reports an error that all share. `where`: how far a run is."""
     try:
         yield
     except Exception as e:

@@ -125,8 +125,8 @@ def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
 
 
 def degrees(cfg: Config, world: int) -> int:
-    """dp. Errors: ConfigError: the layout does not fill the world, or a step's micro batches cannot
-    be shared out."""
+    """Find dp. Errors: ConfigError: the layout does not fill the world, or micro batches cannot be dealt
+    out."""
     ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
     dp = max(1, world // ranks)
     if dp * ranks != world:

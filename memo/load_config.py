@@ -115,8 +115,7 @@ def known_key(name: str, where: str) -> Field:
 
 
 def read_file(path: str) -> Keys:
-    """{key: value} of a config file, which is evaluated, not run. Errors: ConfigError: it holds anything but
-    assignments to known keys."""
+    """{key: value} of a config file. Errors: ConfigError: it holds not only assignments to known keys."""
     given = {}
     for line, name, value in assignments(path):
         where = f"{path}:{line}"
@@ -218,8 +217,7 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
 
 
 def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
-    """argv -> Config: defaults, then load_keys(). `passed_over`: checkpoints that resume shall not use, as
-    newest() in memo/manifest.py has them."""
+    """argv -> Config: defaults, then load_keys(). `passed_over`: see newest() in memo/manifest.py."""
     return Config(**load_keys(argv, passed_over))
 
 

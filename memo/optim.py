@@ -36,8 +36,7 @@ CHUNK = 2**18  # elements: a save finds little free memory on the device
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
     """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: pieces are summed in fp32, their sums in
-    fp64. torch's norm of the whole is 1% low at 100M elements on the CPU: its long sums in fp32 lose the
-    small terms."""
+    fp64. torch's norm of the whole is 1% low at 100M elements on the CPU: long sums lose small terms."""
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
@@ -136,8 +135,7 @@ class Optimizer:
         return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.has_embedding
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies this rank's part of (name, fp32 tensor) pairs, whole or this part, into the master weights
-        and the model's parameters."""
+        """Copies this rank's part of (name, fp32 tensor) pairs to the master weights and the parameters."""
         model = self.model
         mine = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, tensor in named_tensors:
@@ -190,9 +188,8 @@ class Optimizer:
                                "message has failed; this state is not saved, what was saved before is whole")
 
     def pieces(self, saved: bool = False) -> list[Piece]:
-        """[Piece]: what this rank holds of every parameter's states, as views; with `saved` only what it is
-        to save, so that nothing is saved twice, if check_copies() finds no error; all ranks call it. A step
-        under way is done first."""
+        """[Piece]: views of what this rank holds of every parameter's states, after a step under way; with
+        `saved` what it is to save, nothing twice, if check_copies() finds no error: all ranks call it."""
         self.model.settle()
         if saved:
             self.check_copies()
@@ -261,8 +258,7 @@ class Optimizer:
             self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
 
     def bring_sums(self, k: int, there: bool) -> None:
-        """Adds what earlier micro batches have left, if it is `there`, to the gradients of bucket k, which
-        are zero."""
+        """Adds what earlier micro batches have left, if it is `there`, to bucket k's zero gradients."""
         if there and self.staging is not None:
             self.staging.up(self.own[k].at, self.grads[k])
         elif there:

@@ -38,8 +38,7 @@ def pyplot() -> Drawn:
 
 @contextmanager
 def picture(path: str | Path, *grid: int, **how: object) -> Iterator[tuple[Drawn, Drawn]]:
-    """Yield (figure, axes), as pyplot.subplots() makes them. Behind the with-block the figure is written to
-    `path`, as replacing() does."""
+    """Yield pyplot.subplots()'s (figure, axes). Then the figure is written to `path`, as replacing() does."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         fig, axes = plt.subplots(*grid, **how)
@@ -77,8 +76,7 @@ def draw_boxes(ax: Drawn, boxes: Sequence[tuple[float, float, float, float]], **
 
 def smooth(values: Sequence[float]) -> np.ndarray:
     """Each value replaced by that of a straight line fitted to its neighbours: on either side a quarter as
-    many as there are values before it, 2 to 50. So the curve does not lag where values fall, and is smoother
-    where they hardly change."""
+    many as are before it, 2 to 50. So the curve does not lag where values fall, and is smooth elsewhere."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)
@@ -117,9 +115,8 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: Sequence[Span], json_path: Path, png_path: str | Path, title: str) -> None:
-    """Draw one step's spans (memo/schedule/streams.py), layer by layer: as a Chrome trace, which Perfetto
-    opens, and as a PNG with a row for each stream that has some. Red is the time that the compute stream
-    waited for copies."""
+    """Draw one step's spans (memo/schedule/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG
+    with a row for each stream that has some. Red is the time that compute waited for copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
     streams = {s.stream for s in shown}
     rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]

@@ -35,8 +35,7 @@ Chunk.__doc__ = """A stored box of a tensor, and where in which file its zip lie
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What a pickle asks for: a call of `kind`, the (module, name) of a class or function, and the `state` of
-    what it returns."""
+    """A call of `kind`, the (module, name) of a class or function, and the `state` of what it returns."""
 
     kind: object
     args: object
@@ -175,8 +174,7 @@ class Reader:
     """The tensors of a checkpoint. `shapes`: {name: shape}."""
 
     def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
-        """`files`: {name: [bytes, ...]} of the checkpoint's own files. Errors: pickle.UnpicklingError, and
-        any other exception."""
+        """`files`: {name: [bytes, ...]} of the checkpoint's own. Errors: UnpicklingError, and any other."""
         # a piece takes eight times as much in its shard
         most = min(2**28, 2**21 + sum(size for size, *_ in files.values()) // 8)
         with open(open_file(path / metadata), "rb") as file:

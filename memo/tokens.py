@@ -152,8 +152,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
     special = {finder.token_to_id(token.content) for token in added if token.special}
 
     def may_cut(left: str, between: str, right: str) -> bool:
-        """Whether the ids of both sides are those of the whole. Where a text repeats itself, what holds in
-        a window may not hold beyond it."""
+        """Whether the ids of both sides are those of the whole, also beyond the window."""
         if LONG_RUN.search(left) or LONG_RUN.search(right):
             return False
         texts = left + between + right, left, right

@@ -24,8 +24,7 @@ MOST_BYTES = 2**60  # of all buffers together
 
 
 class DsaError(ConfigError):
-    """The user's mistake, in one line. `buffer` is the index of the buffer that breaks the rule, where it is
-    one."""
+    """The user's mistake, in one line. `buffer`: the index of the buffer that breaks the rule, or None."""
 
     def __init__(self, message: str, buffer: int | None = None) -> None:
         super().__init__(message)
@@ -124,8 +123,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 def validate(problem: Problem, solution: Solution) -> None:
-    """Raises ValueError with the rule that `solution` breaks and the buffers that break it. Knows nothing of
-    the solvers."""
+    """Raises ValueError: the rule that `solution` breaks, and the buffers. Knows nothing of the solvers."""
     a, ends = problem.alignment, []
     if len(solution.offsets) != len(problem.buffers):
         raise ValueError(f"{len(solution.offsets)} offsets for {len(problem.buffers)} buffers")
@@ -210,14 +208,12 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
 
 
 def _unit(problem: Problem) -> int:
-    """Bytes that all rounded sizes are multiples of; so are the offsets of some best placement: each is a sum
-    of sizes."""
+    """Bytes that all rounded sizes are multiples of, and so offsets of a best placement: sums of sizes."""
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
 
 
 def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indices of half-open (lower, upper), in groups that no moment joins: what is never alive together never
-    conflicts."""
+    """Indices of half-open (lower, upper), in groups that no moment joins: between them is no conflict."""
     groups: list[list[int]] = []
     end = None
     for i, (lower, upper) in sorted(enumerate(lifespans), key=lambda entry: entry[1][0]):

@@ -270,8 +270,7 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
-    """Whole offsets in the order of the solver's, each as low as the order allows: rounding the solver's
-    own could make buffers overlap."""
+    """Whole offsets in the order of the solver's, each as low as that allows: rounded ones could overlap."""
     below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)

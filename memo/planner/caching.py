@@ -43,8 +43,7 @@ class Block:
 
 @dataclass(eq=False)
 class Segment:
-    """What one cudaMalloc reserved, from time `since` until it was returned. Its blocks, in order of their
-    addresses, fill it."""
+    """What one cudaMalloc reserved, from `since` to `until`. Blocks fill it, in order of their addresses."""
 
     address: int
     bytes: int
@@ -120,8 +119,7 @@ class CachingAllocator:
         return segment.blocks[0]
 
     def place(self, nbytes: int) -> int:
-        """Find the address of a new segment: the lowest that is free. The device maps pages, so that holes
-        cost it nothing."""
+        """Find the address of a new segment, the lowest that is free: holes cost a device nothing."""
         address = 0
         for s in sorted(self.segments, key=lambda s: s.address):
             if address + nbytes <= s.address:
@@ -177,7 +175,6 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None,
 
 
 def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
-    """The Rectangles of a Plan of the Trace: where its tensors lie in the arena, without what the plan leaves
-    to torch."""
+    """The Rectangles of a Plan of the Trace: where its tensors lie, without what it leaves to torch."""
     return [Rectangle(r.lower, r.upper, plan.segments[r.segment][r.k][1], r.bytes, segment_kind(r.segment))
             for r in requests_of(trace)[0] if r.planned]

@@ -54,8 +54,7 @@ class Plan:
 
 
 class Levels:
-    """Solves what it is given, equal problems once (a layer's, or a chunk's of the head), and remembers what
-    it took."""
+    """Solves equal problems (a layer's, or a chunk's of the head) once, and remembers what it took."""
 
     def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
         self.alignment, self.solver, self.time_limit = alignment, solver, time_limit
@@ -146,8 +145,7 @@ def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels
 
 
 def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1) -> Plan:
-    """The Plan of a trace, from `folder` where it was made before; a folder that cannot be used, or None,
-    costs time only."""
+    """The Plan of a trace, from `folder` where it was made before. A folder that is None costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
     sources = (problem.__file__, solvers.__file__)

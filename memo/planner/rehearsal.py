@@ -144,8 +144,7 @@ def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
 
 
 class FakeArena(TorchDispatchMode):
-    """Records the requests of segments that run on fake tensors: those of each operation's results, and
-    `requests`, see traced_requests()."""
+    """Records the requests of segments on fake tensors: of operations' results, and traced_requests()'s."""
 
     def __init__(self, requests: RequestsOf | None = None) -> None:
         super().__init__()
