@@ -195,7 +195,7 @@ def train(run: Run, stop: StopSignal) -> None:
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
         # the arena plans requests that are new, as those of the first evaluation
-        report_step(run, stats, spans, replanned=arena.settle())
+        report_step(run, stats, spans, arena.settle())
         if stopped:  # by every rank alike: complete() saves what is done
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step
             return

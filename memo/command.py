@@ -145,8 +145,7 @@ def installed() -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts a thread. Errors: RuntimeError: no memory for it, and Python would wait for ever for its
-    begin."""
+    """Starts a thread. Errors: RuntimeError: no memory: Python would wait for ever for such a thread."""
     try:
         mmap.mmap(-1, THREAD_BYTES).close()
     except OSError:

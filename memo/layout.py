@@ -125,8 +125,7 @@ def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
 
 
 def degrees(cfg: Config, world: int) -> int:
-    """Find dp. Errors: ConfigError: the layout does not fill the world, or micro batches cannot be dealt
-    out."""
+    """Find dp. Errors: ConfigError: the layout does not fill the world, or batches cannot be shared out."""
     ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
     dp = max(1, world // ranks)
     if dp * ranks != world:

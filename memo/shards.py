@@ -46,42 +46,38 @@ def parse(data: bytes) -> object:
     """The value of a pickle; a list of pairs for each dict, and a Made for what would be called. Errors:
     pickle.UnpicklingError: it has an opcode that no checkpoint has, or is damaged."""
     try:
-        return parsed(data)
+        stack: list = []
+        marks: list[int] = []
+        memo: dict[object, object] = {}
+        for opcode, argument, _ in pickletools.genops(data):
+            match opcode.name:
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "MEMOIZE":
+                    memo[len(memo)] = stack[-1]
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[argument] = stack[-1]
+                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
+                    stack.append(argument)
+                case "MARK":
+                    marks.append(len(stack))
+                case "EMPTY_LIST" | "EMPTY_DICT":
+                    stack.append([])
+                case "GLOBAL":
+                    stack.append(tuple(str(argument).split(" ")))
+                case "PROTO" | "FRAME" | "STOP":
+                    pass
+                case name if name in CONSTANTS:
+                    stack.append(CONSTANTS[name])
+                case name:
+                    first = len(stack) - TAKEN[name] if name in TAKEN else marks.pop()
+                    taken = stack[first:]
+                    del stack[first:]
+                    put(name, stack, taken)
+        [value] = stack
+        return value
     except (IndexError, KeyError, AttributeError, TypeError, ValueError):
         raise pickle.UnpicklingError("it is not a pickle of a checkpoint") from None
-
-
-def parsed(data: bytes) -> object:
-    stack: list = []
-    marks: list[int] = []
-    memo: dict[object, object] = {}
-    for opcode, argument, _ in pickletools.genops(data):
-        match opcode.name:
-            case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
-            case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
-            case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
-                stack.append(argument)
-            case "MARK":
-                marks.append(len(stack))
-            case "EMPTY_LIST" | "EMPTY_DICT":
-                stack.append([])
-            case "GLOBAL":
-                stack.append(tuple(str(argument).split(" ")))
-            case "PROTO" | "FRAME" | "STOP":
-                pass
-            case name if name in CONSTANTS:
-                stack.append(CONSTANTS[name])
-            case name:
-                first = len(stack) - TAKEN[name] if name in TAKEN else marks.pop()
-                taken = stack[first:]
-                del stack[first:]
-                put(name, stack, taken)
-    [value] = stack
-    return value
 
 
 def put(name: str, stack: list, taken: list) -> None:

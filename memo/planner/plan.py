@@ -148,8 +148,7 @@ def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignme
     """The Plan of a trace, from `folder` where it was made before. A folder that is None costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
-    sources = (problem.__file__, solvers.__file__)
-    for module in (__file__, Path(__file__).with_name("trace.py"), *sources):
+    for module in (__file__, Path(__file__).with_name("trace.py"), problem.__file__, solvers.__file__):
         key.update(Path(module).read_bytes())
     name = f"plan-{key.hexdigest()[:16]}.json"
     if folder is not None:
