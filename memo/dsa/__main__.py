@@ -22,8 +22,7 @@ OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
 def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) -> Problem:
-    """The Problem in a file of id,lower,upper,size (minimalloc's format; further columns are ignored).
-    Errors: DsaError with the file, the line, the field and its rule."""
+    """The Problem in a CSV file of id,lower,upper,size, as minimalloc's. Errors: DsaError, with the line."""
     try:
         lines = read_table(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:

@@ -66,8 +66,6 @@ class Problem:
     alignment: int = 1
 
     def __post_init__(self) -> None:
-        if self.alignment < 1:
-            raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
         first: dict[str, int] = {}
         total = 0
         for i, b in enumerate(self.buffers):
@@ -160,10 +158,6 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
     """The best Solution that `solver` finds in `time_limit` seconds of work, see solvers.py; never worse than
     greedy's, always validated. Without a capacity it looks for the least peak, or one of `enough` bytes; with
     one it stops at the first placement that fits, and raises NoPlacement where it found none."""
-    if solver not in SOLVERS:
-        raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
-    if not time_limit >= 0:
-        raise DsaError(f"time_limit={time_limit} must be a number of seconds >= 0")
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
