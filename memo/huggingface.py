@@ -344,10 +344,8 @@ def weights_of(cfg: Config) -> list[Weight]:
         within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
         there = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
         shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
-        if family is not GPT2:
+        if family is not GPT2 or not layer:
             made.append(Weight(name, there, shape, D=cfg.head_width if base in ROTATED else 0))
-        elif not layer:
-            made.append(Weight(name, there, shape))
         else:
             first = {"q": 0, "k": C, "v": 2 * C}.get(base)
             whole = shape if first is None else (3 * C, *shape[1:])

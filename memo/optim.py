@@ -348,8 +348,7 @@ class Optimizer:
         """Makes the model's parameters those of the master weights."""
         for k in range(len(self.own)):
             self.put(k)
-            if k in self.coming:
-                continue
-            if self.staging is not None:
-                self.bring_weights(k)
-            self.start_gather(k).wait()
+            if k not in self.coming:
+                if self.staging is not None:
+                    self.bring_weights(k)
+                self.start_gather(k).wait()

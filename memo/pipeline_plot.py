@@ -65,10 +65,9 @@ def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
     lines = []
     for k, (here, there) in enumerate(pairwise(stages)):
         below, above = ROWS["compute"][0] - k, -k - 1
-        for sent, received in sent_and_received(here, there):
-            lines.append([(sent.start_s, below), (received.end_s, above)])
-        for sent, received in sent_and_received(there, here, " gradient"):
-            lines.append([(sent.start_s, above), (received.end_s, below)])
+        on, back = sent_and_received(here, there), sent_and_received(there, here, " gradient")
+        lines += [[(sent.start_s, below), (received.end_s, above)] for sent, received in on]
+        lines += [[(sent.start_s, above), (received.end_s, below)] for sent, received in back]
     from matplotlib.collections import LineCollection
     ax.add_collection(LineCollection(lines, colors=LINE, linewidths=0.5, zorder=3))
 
