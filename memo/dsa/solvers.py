@@ -18,7 +18,6 @@ from functools import cache, partial
 from importlib.metadata import distributions
 from itertools import accumulate
 from math import ceil, inf, isfinite
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +42,8 @@ UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
 ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
 
 Found = tuple[list[int] | None, int, float]  # what a solver returns
+# what a MIP solver gets: size, i, j, M, least, best, stop, as mip() says
+Program = tuple[np.ndarray, np.ndarray, np.ndarray, float, float, np.ndarray, float]
 Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: offsets, bound, seconds
 
 
@@ -234,34 +235,22 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             for i in np.flatnonzero(there)]
 
 
-class Program(NamedTuple):
-    """The paper's mixed-integer program: offsets `at` of the least peak at which no two buffers overlap that
-    are alive together, i[k] and j[k]. z[k] is 1 where i[k] lies above j[k], else 0.
+def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gurobi: bool = False) -> Found:
+    """Solve the paper's mixed-integer program by HiGHS, or by Gurobi: offsets `at` of the least peak at which
+    no two buffers overlap that are alive together, i[k] and j[k]; z[k] is 1 where i[k] lies above j[k], or 0.
 
     at_i + size_i <= at_j + M*z,  at_j + size_j <= at_i + M*(1 - z),  at + size <= peak,  least <= peak <= M.
 
     M is the peak of `best`, offsets that are a solution. A peak of `stop` is good enough. Source: MEMO 4.2.
     """
-
-    size: np.ndarray
-    i: np.ndarray
-    j: np.ndarray
-    M: float
-    least: float
-    best: np.ndarray
-    stop: float
-
-
-def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gurobi: bool = False) -> Found:
-    """Solve the part's Program by HiGHS, or by Gurobi."""
     if len(part.size) > LARGE:
         return None, 0, 0.0
     born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
     i, j = np.nonzero(np.triu((born[:, None] < died) & (born < died[:, None]), 1))
     if len(i) > MOST_PAIRS:
         return None, 0, 0.0
-    program = Program(np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
-                      np.array(best, float), float(stop))
+    program = (np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
+               np.array(best, float), float(stop))
     values, bound, took = (_gurobi if gurobi else _highs)(program, seconds)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
