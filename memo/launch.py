@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
@@ -54,26 +53,25 @@ class Launch:
             torch.cuda.set_device(device)
 
 
-def whole_number(environment: Mapping[str, str], name: str, default: int | str, least: int, most: int) -> int:
+def whole_number(name: str, default: int | str, least: int, most: int) -> int:
     """The value of an environment variable. Errors: ConfigError."""
-    text = environment.get(name, str(default))
+    text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
         raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; "
                           "start the ranks with torchrun, which sets it")
     return int(text)
 
 
-def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+def read_launch() -> Launch:
     """The Launch of torchrun's environment; without torchrun a single process. Errors: ConfigError."""
-    if "TORCHELASTIC_RUN_ID" not in environment and "WORLD_SIZE" not in environment:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Launch(0, 1, 0, 1)
-    number = partial(whole_number, environment)
-    world = number("WORLD_SIZE", 1, 1, MOST_RANKS)
-    rank = number("RANK", 0, 0, world - 1)
-    local_world = number("LOCAL_WORLD_SIZE", 1, 1, world)
-    local_rank = number("LOCAL_RANK", 0, 0, local_world - 1)
+    world = whole_number("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank = whole_number("RANK", 0, 0, world - 1)
+    local_world = whole_number("LOCAL_WORLD_SIZE", 1, 1, world)
+    local_rank = whole_number("LOCAL_RANK", 0, 0, local_world - 1)
     threads = 0
-    if local_world > 1 and environment.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
+    if local_world > 1 and os.environ.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_getaffinity"):
         threads = max(1, len(os.sched_getaffinity(0)) // local_world)
     return Launch(rank, world, local_rank, local_world, threads)
 
@@ -208,7 +206,7 @@ def open_store(launch: Launch) -> dist.Store:
     if not os.environ.get("MASTER_ADDR"):
         raise ConfigError("MASTER_ADDR, the host of rank 0, is not set in the environment; start the ranks "
                           "with torchrun, which sets it")
-    address, port = os.environ["MASTER_ADDR"], whole_number(os.environ, "MASTER_PORT", "", 1, 65535)
+    address, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", "", 1, 65535)
     with progress(lambda: f"rank {launch.rank}: waiting for rank 0 at {address}:{port}"):
         try:
             return dist.TCPStore(address, port, launch.world, launch.rank == 0, timedelta(seconds=CONNECT_S),

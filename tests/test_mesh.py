@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,13 +32,18 @@ from tests.helpers import ROOT
 CPU = torch.device("cpu")
 
 
+def launch_of(given):
+    with patch.dict(os.environ, given, clear=True):
+        return read_launch()
+
+
 def test_torchruns_environment():
-    assert read_launch({}) == Launch(0, 1, 0, 1)
+    assert launch_of({}) == Launch(0, 1, 0, 1)
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
-    assert read_launch(given) == Launch(5, 8, 1, 4)
+    assert launch_of(given) == Launch(5, 8, 1, 4)
     cores = len(os.sched_getaffinity(0))
-    assert read_launch(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
-    assert read_launch(given | dict(OMP_NUM_THREADS="2")).threads == 0
+    assert launch_of(given | dict(OMP_NUM_THREADS="1")).threads == max(1, cores // 4)  # torchrun's default
+    assert launch_of(given | dict(OMP_NUM_THREADS="2")).threads == 0
 
 
 @pytest.mark.parametrize("name,value,range", [
@@ -48,7 +54,7 @@ def test_an_environment_that_cannot_be_is_a_line(name, value, range):
     given = dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4") | {name: value}
     with pytest.raises(ConfigError,
                        match=f"^{name}={value} in the environment must be a whole number from {range}"):
-        read_launch(given)
+        launch_of(given)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_aloud(monkeypatch, capfd):
