@@ -5,7 +5,7 @@ same requests.
     python -m bench.planner [--lengths=65536,...,1048576] [--solve=131072,1048576] [--time_limit=60]
 
 Writes bench/results/planner.json, planner.png (reserved bytes against the length) and memory_plan.png (one
-step, address against time). The allocator is simulated (memo/planner/caching.py), from the rules that torch
+step, address against time). The allocator is simulated (research/caching.py), from the rules that torch
 publishes.
 """
 
@@ -24,13 +24,13 @@ from memo.layer import layer_of
 from memo.layout import Layout
 from memo.load_config import load_config
 from memo.planner.allocator import ALIGNMENT
-from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import Levels, plan_trace
 from memo.planner.rehearsal import traced_requests
 from memo.planner.trace import requests_of
 from memo.plots import BLUE, GREY, ORANGE, memory_plan
 from memo.swap.placement import Placement
 from model import GPT
+from research.caching import SimulatedOutOfMemory, panel, simulate_caching
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -122,7 +122,8 @@ def against_caching(lengths):
         print(f"{name:>10}{planned / 2**20:12.0f}{free.peak_reserved_bytes / 2**20:12.0f}"
               f"{free.peak_reserved_bytes / planned:8.2f}x{reorganisations!s:>8}", flush=True)
     S = min(lengths, key=lambda S: abs(S - 131072))
-    memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens")
+    memory_plan(traces[S], plans[S], RESULTS / "memory_plan.png", f"4 layers of the 7B model, {S:,} tokens",
+                panel(traces[S], plans[S]))
     return rows
 
 

@@ -19,9 +19,8 @@ from bench.machine import store_parts
 from memo.layout import Layout
 from memo.memory import plan_memory
 from memo.optim import Optimizer
-from memo.planner.caching import planned_rectangles
 from memo.planner.trace import requests_of
-from memo.plots import REGION_COLORS, plain, pyplot
+from memo.plots import REGION_COLORS, plain, planned_rectangles, pyplot
 from memo.schedule.streams import open_streams
 from memo.subsequences import subsequence_lengths
 from memo.swap.placing import placed

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memo.estimate.budget import Estimate
 from memo.files import replacing, save_bytes
-from memo.planner.caching import Rectangle, planned_rectangles, segment_kind, simulate_caching
 from memo.planner.plan import Plan
 from memo.planner.trace import Trace, requests_of
 from memo.schedule.spans import Span
@@ -156,6 +155,33 @@ HOLE = "#d9dbdf"  # reserved, unused
 SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of their own
 
 
+class Rectangle(NamedTuple):
+    """What is drawn of a tensor or of reserved memory: from request number `start` to `stop`, at these
+    bytes."""
+
+    start: float
+    stop: float
+    offset: int
+    bytes: int
+    kind: str
+
+
+Panel = tuple[list[Rectangle], list[Rectangle], str]  # of tensors, of what is reserved for them; a title
+
+
+def segment_kind(segment: str) -> str:
+    """Finds the kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
+    words = segment.rpartition("/")[2].split()
+    return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
+
+
+def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
+    """Lists the Rectangles of a Plan of the Trace: where its tensors lie in the arena, without what the plan
+    leaves to torch."""
+    return [Rectangle(r.lower, r.upper, plan.segments[r.segment][r.k][1], r.bytes, segment_kind(r.segment))
+            for r in requests_of(trace)[0] if r.planned]
+
+
 def scale(nbytes: int) -> tuple[int, str]:
     """The unit to print so many bytes in: (its bytes, its name)."""
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
@@ -168,7 +194,7 @@ def size_text(nbytes: int) -> str:
 
 def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
          edge: str) -> None:
-    """Draws rectangles (memo/planner/caching.py)."""
+    """Draws rectangles."""
     boxes = [(r.start, r.stop, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles]
     thin, low = ax.get_xlim()[1] / 400, ax.get_ylim()[1] / 100  # an edge would hide it
     edges = [edge if right - left > thin and top - bottom > low else colour
@@ -194,24 +220,21 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
         tick.set_horizontalalignment("left")
 
 
-def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> None:
-    """A PNG of the tensors of a step, address against time: above where the Plan puts them, below where
-    torch's caching allocator would, simulated from an empty cache. Both have the same scale, while the lower
-    one is up to 4 times as high. Tensors that the plan leaves to torch are in neither. Errors: ValueError:
-    the trace requests no tensor that a plan may have."""
+def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
+    """Draws the tensors of a step, address against time, where the Plan puts them. Below stand `others`,
+    where another allocator does, on the same scale but up to 4 times as high. Tensors that the plan leaves
+    to torch are in none. Errors: ValueError: the trace requests no tensor that a plan may have."""
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")
-    cache, cached = simulate_caching([trace], planned_only=True)
-    segments = [Rectangle(s.since, s.until, s.address, s.bytes, "reserved") for s in cache.history]
     spans = [(label, *span) for label, span in requests_of(trace)[1].items() if span[0] < span[1]]
     labels, begins = [label for label, *_ in spans], [*(lower for _, lower, _ in spans), spans[-1][2]]
-    tensors, cached, segments = (on_segments(r, begins) for r in (tensors, cached, segments))
-    arena = [Rectangle(0, len(begins) - 1, 0, plan.arena_bytes, "reserved")]
-    unit, name = scale(plan.arena_bytes)
-    tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for reserved in (arena, segments)]
-    heights = max(tops[0], tops[1] / 4), tops[1]  # one scale for both, unless nothing were seen of the plan
+    arena = [Rectangle(begins[0], begins[-1], 0, plan.arena_bytes, "reserved")]
     spare, planned = itertools.cycle(SPARE), size_text(plan.arena_bytes)
+    panels = [(tensors, arena, f"planned: {planned} for the whole step"), *others]
+    unit, name = scale(plan.arena_bytes)
+    tops = [1.02 * max(r.offset + r.bytes for r in reserved) / unit for _, reserved, _ in panels]
+    heights = max(tops[0], max(tops) / 4), *tops[1:]  # one scale, unless nothing were seen of the plan
     kinds = dict.fromkeys(r.kind for r in tensors)
     colours = {k: MEMORY.get(k.removeprefix("layer ")) or next(spare) for k in kinds}
     lines = [(plan.arena_bytes, dict(color=RED, lw=1.5, ls="-",
@@ -219,24 +242,21 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str) -> N
              (plan.lower_bound, dict(color="black", lw=1.2, ls=(0, (4, 3)),
                                      label=f"lower bound, {size_text(plan.lower_bound)}"))]
     lines = lines[:1] if plan.proven else lines
-    heads = (f"planned: {planned} for the whole step",
-             f"torch's caching allocator (simulated): reserves {size_text(cache.peak_reserved_bytes)}, "
-             f"{cache.peak_reserved_bytes / plan.arena_bytes:.2f}x planned")
     plt = pyplot()
-    with picture(png_path, 2, figsize=(12, 7.7), sharex=True, height_ratios=heights) as (fig, axes):
-        parts = zip(axes, (tensors, cached), (arena, segments), tops, heads, strict=True)
-        for ax, rectangles, reserved, top, head in parts:
+    with picture(png_path, len(panels), figsize=(12, 1.9 + 2.9 * len(panels)), sharex=True, squeeze=False,
+                 height_ratios=heights) as (fig, axes):
+        for (ax,), (rectangles, reserved, head), top in zip(axes, panels, tops, strict=True):
             ax.set(ylabel=f"address ({name})", xlim=(0, len(begins) - 1), ylim=(0, top))
             ax.set_title(head, loc="left", fontsize=11)
-            fill(ax, reserved, HOLE, unit, 0.4, GREY)
+            fill(ax, on_segments(reserved, begins), HOLE, unit, 0.4, GREY)
             for k, colour in colours.items():
-                these = [r for r in rectangles if r.kind == k]
+                these = [r for r in on_segments(rectangles, begins) if r.kind == k]
                 fill(ax, these, colour, unit, min(0.4, 20 / len(begins)), "white")
             for nbytes, line in lines:
                 ax.axhline(nbytes / unit, **line)
             if heights[0] == tops[0]:
                 ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
-        name_segments(axes[1], labels)
+        name_segments(axes[-1][0], labels)
         handles = [patch(c, label=k) for k, c in {**colours, "reserved, unused": HOLE}.items()]
         handles += [plt.Line2D([], [], **line) for _, line in lines]
         fig.legend(handles=handles, ncols=5, fontsize=9, loc="outside lower center")

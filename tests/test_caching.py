@@ -9,16 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memo.planner.caching import (
-    CachingAllocator,
-    Rectangle,
-    SimulatedOutOfMemory,
-    planned_rectangles,
-    segment_kind,
-    simulate_caching,
-)
 from memo.planner.trace import Request, Trace, requests_of
-from memo.plots import memory_plan
+from memo.plots import Rectangle, memory_plan, planned_rectangles, segment_kind
+from research.caching import CachingAllocator, SimulatedOutOfMemory, panel, simulate_caching
 
 KiB, MiB = 2**10, 2**20
 SIZES = (1, 511, 513, 100 * KiB, MiB - 1, MiB, MiB + 1, 3 * MiB, 9 * MiB, 10 * MiB, 11 * MiB,
@@ -254,7 +247,8 @@ def test_the_planned_rectangles():
 
 @pytest.mark.slow
 def test_memory_plan_is_a_picture(tmp_path):
-    memory_plan(STEP, PLAN, tmp_path / "a.png", "One step for $1")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for name, others in (("a.png", []), ("both.png", [panel(STEP, PLAN)])):
+        memory_plan(STEP, PLAN, tmp_path / name, "One step for $1", *others)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="trace must request at least one tensor that a plan may have"):
         memory_plan(trace("malloc a 1"), PLAN, tmp_path / "b.png", "")

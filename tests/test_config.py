@@ -405,7 +405,7 @@ def test_published_models_build_on_the_meta_device(preset):
 TORCH_FREE = {  # by themselves and in all that they import
     "backends", "command", "config", "errors", "files", "flat", "keys", "layer", "manifest",
     "metrics", "plots", "tokens",
-    "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan", "planner.caching",
+    "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan",
     "planner.__main__", "schedule.waits", "schedule.simulate", "schedule.spans", "schedule.listing",
     "schedule.periods", "swap.alpha", "swap.placement", "swap.placing", "estimate.hardware",
     "estimate.roofline", "estimate.step_seconds", "estimate.budget", "estimate.search",
@@ -435,7 +435,8 @@ def imports(path):
 def test_tests_and_benches_import_neither_each_other_nor_a_test():
     """But for the GPU hour, which users run, and which has tests."""
     for folder, others in (("tests", ("bench", "tests.test_")), ("bench", ("tests",)),
-                           ("testing", ("bench", "tests")), ("memo", ("bench", "tests", "testing"))):
+                           ("testing", ("bench", "tests")), ("research", ("bench", "tests")),
+                           ("memo", ("bench", "research", "tests", "testing"))):
         for path in (ROOT / folder).rglob("*.py"):
             names = {name for name in imports(path) if not name.startswith("bench.gpu_hour")}
             assert not any(name.startswith(others) for name in names), path

@@ -1,6 +1,6 @@
 """Figure 1 (left) of MEMO, by simulation: the requests of a step of Megatron-LM, whose layers run under
 autograd and recompute everything, at their full size without memory, through torch's caching allocator as
-memo/planner/caching.py plays it; and the same requests planned.
+research/caching.py plays it; and the same requests planned.
 
 A rank of 7B with tp4 cp2, bf16. As Megatron-LM: sequence parallelism with one buffer for gathered inputs that
 stays, a ring of keys and values, gradients of weights added to fp32 buffers, logits in fp32 for the loss.
@@ -15,10 +15,10 @@ from torch.autograd import Function
 from bench.papers.page import SIMULATED, Part
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from memo.planner.allocator import ALIGNMENT
-from memo.planner.caching import SimulatedOutOfMemory, simulate_caching
 from memo.planner.plan import plan_trace
 from memo.planner.rehearsal import FakeArena
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from research.caching import SimulatedOutOfMemory, simulate_caching
 from testing.paper import PAPER
 
 LAYERS, C, HEADS, V, TP, CP, BF16 = 32, 4096, 32, 50304, 4, 2, 2

@@ -17,10 +17,10 @@ the rules of torch 2.13's c10/cuda/CUDACachingAllocator.cpp as they are by defau
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from memo.planner.plan import Plan
 from memo.planner.trace import Trace, requests_of
+from memo.plots import Panel, Rectangle, segment_kind, size_text
 
 MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
@@ -74,7 +74,7 @@ class CachingAllocator:
         return sum(s.bytes for s in self.segments)
 
     def malloc(self, nbytes: int) -> int:
-        """The address of nbytes. Errors: SimulatedOutOfMemory."""
+        """Finds the address of nbytes. Errors: SimulatedOutOfMemory."""
         nbytes = round_up(max(nbytes, 1), MIN_BLOCK)
         small = nbytes <= SMALL
         pool = (s.blocks for s in self.segments if s.small == small)
@@ -101,7 +101,7 @@ class CachingAllocator:
                 blocks[k].bytes += blocks.pop(k + 1).bytes
 
     def reserve(self, nbytes: int) -> Block:
-        """Reserve a new segment for a request of nbytes, as one block. Errors: SimulatedOutOfMemory."""
+        """Reserves a new segment for a request of nbytes, as one block. Errors: SimulatedOutOfMemory."""
         small, large = nbytes <= SMALL, nbytes >= MIN_LARGE
         nbytes = SMALL_SEGMENT if small else round_up(nbytes, ROUND_LARGE) if large else LARGE_SEGMENT
         if self.reserved_bytes + nbytes > self.capacity:
@@ -119,7 +119,7 @@ class CachingAllocator:
         return segment.blocks[0]
 
     def place(self, nbytes: int) -> int:
-        """Find the address of a new segment, the lowest that is free: holes cost a device nothing."""
+        """Finds the address of a new segment, the lowest that is free: holes cost a device nothing."""
         address = 0
         for s in sorted(self.segments, key=lambda s: s.address):
             if address + nbytes <= s.address:
@@ -128,7 +128,7 @@ class CachingAllocator:
         return address
 
     def release(self) -> None:
-        """Return all segments that are wholly free (torch.cuda.empty_cache)."""
+        """Returns all segments that are wholly free (torch.cuda.empty_cache)."""
         for s in self.segments:
             if s.blocks[0].free and s.blocks[0].bytes == s.bytes:
                 s.until = self.time
@@ -137,25 +137,9 @@ class CachingAllocator:
 
 # --- steps ---
 
-class Rectangle(NamedTuple):
-    """What is drawn of a tensor or a segment: from request number `start` to `stop`, at these bytes."""
-
-    start: float
-    stop: float
-    offset: int
-    bytes: int
-    kind: str
-
-
-def segment_kind(segment: str) -> str:
-    """The kind of a segment, without shape and layer: `forward` of `1x4096/forward 3`."""
-    words = segment.rpartition("/")[2].split()
-    return " ".join(word for word in words if not any(c.isdigit() for c in word)) or "other"
-
-
 def simulate_caching(traces: list[Trace], capacity: int | None = None,
                      planned_only: bool = False) -> tuple[CachingAllocator, list[Rectangle]]:
-    """Request one Trace after the other from one allocator of `capacity` bytes, None for no limit, and give
+    """Requests one Trace after the other from one allocator of `capacity` bytes, None for no limit, and give
     back the allocator as it is then and the Rectangles of all tensors, on one clock. planned_only: without
     the tensors that a plan leaves to torch. Errors: SimulatedOutOfMemory."""
     allocator, tensors, start = CachingAllocator(capacity), [], 0
@@ -174,7 +158,10 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None,
     return allocator, tensors
 
 
-def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
-    """The Rectangles of a Plan of the Trace: where its tensors lie, without what it leaves to torch."""
-    return [Rectangle(r.lower, r.upper, plan.segments[r.segment][r.k][1], r.bytes, segment_kind(r.segment))
-            for r in requests_of(trace)[0] if r.planned]
+def panel(trace: Trace, plan: Plan) -> Panel:
+    """Makes the panel of memo.plots.memory_plan() of one step, from an empty cache."""
+    cache, tensors = simulate_caching([trace], planned_only=True)
+    segments = [Rectangle(s.since, s.until, s.address, s.bytes, "reserved") for s in cache.history]
+    reserved = cache.peak_reserved_bytes
+    return tensors, segments, (f"torch's caching allocator (simulated): reserves {size_text(reserved)}, "
+                               f"{reserved / plan.arena_bytes:.2f}x planned")
