@@ -87,17 +87,7 @@ class Swap:
         self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
         if p.several:
             self.add_pieces(gradients, numel)
-            shape, row, memory = tensors[INPUT].shape, p.row_bytes(tensors[INPUT]), self.sizes.memory
-            whole = self.buffers["stream"] if p.stream == "whole" else None
-            if whole is not None:
-                self.x = [self.cut("stream", 0, shape, dtype)] * (p.n_layer + 1)
-            for unit, s in self.units.items():
-                n = len(s.x) if unit[1] in p.guest_of else p.cuts[unit[1]]
-                place = self.cut("stream", p.first_row(memory.below(unit)) * row, (n, *shape[1:]), dtype)
-                mine = place if len(place) == len(s.x) else of_sequences(place, B, 0, len(s.x))
-                self.whole[unit], self.between[unit] = (place, place), (mine, mine)
-            swept = self.buffers["sweep"].view(dtype).view(-1, *shape[1:])
-            self.sweep_inputs = list(swept.split(max(p.cuts)))
+            self.add_stream()
         else:  # a layer's output has the place of the next one's input
             self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
             self.between = self.whole = {Unit(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
@@ -112,6 +102,20 @@ class Swap:
     def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Views the tensor of this shape at byte `at` of a region."""
         return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def add_stream(self) -> None:
+        """Finds what lies between layers in the stream's places, and the places for inputs of sweeps."""
+        p, x = self.placement, self.tensors[INPUT]
+        if p.stream == "whole":
+            self.x = [self.cut("stream", 0, x.shape, self.dtype)] * (p.n_layer + 1)
+        for unit, s in self.units.items():
+            n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[unit.subsequence]
+            at = p.first_row(self.sizes.memory.below(unit)) * p.row_bytes(x)
+            stream = self.cut("stream", at, (n, *x.shape[1:]), self.dtype)
+            own = stream if n == len(s.x) else of_sequences(stream, self.B, 0, len(s.x))
+            self.whole[unit], self.between[unit] = (stream, stream), (own, own)
+        swept = self.buffers["sweep"].view(self.dtype).view(-1, *x.shape[1:])
+        self.sweep_inputs = list(swept.split(max(p.cuts)))
 
     def add_pieces(self, gradients: bool, numel: int) -> None:
         """Gives the units their `pieces` and `sums`, of all subsequences up to theirs; of that one their
