@@ -12,17 +12,16 @@ A unit is one layer at one subsequence. Units are computed in order, one buffer 
 `recompute` has one: then nothing is copied.
 
 With several subsequences a unit reads the keys and values of its layer's earlier subsequences. Layer by layer
-their places are those of one layer, which the next layer's take over piece by piece: the piece of a
-subsequence leaves for the slab, and comes back when the backward of the layer above has used up the one that
-lies there; or it is made again from the layer's input, by a sweep. The first piece has two places, which even
-and odd layers use: a layer's first backward unit reads all pieces, so the first one must come back while the
-layer above still needs its own. A sweep comes right behind the backward of the unit above.
+they have the places of one layer, which the next layer takes over piece by piece: a piece leaves for the
+slab, and comes back when the backward of the layer above has used up the one that lies there; or a sweep
+makes it again from the layer's input, right behind that backward. The first piece has two places, for even
+and for odd layers: a layer's first backward unit reads all pieces, while the layer above still needs its own
+first one.
 
 What lies between two layers, the stream, is whole on the device or has a few places there, which units take
-in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input and leaves
-for the slab, from where it comes back as the input of the layer above; so the gradient in the backward, over
-that input. Subsequence by subsequence only the head's gradients leave: all layers of a subsequence have one
-place.
+in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input, leaves
+for the slab and comes back as the input of the layer above; so does the gradient in the backward, over that
+input. Subsequence by subsequence only the head's gradients leave: all layers of a subsequence have one place.
 
 A stage of a pipeline that is not the first receives its first layer's input in the place of the embedding,
 and sends the gradient of it; one that is not the last sends its last layer's output in the place of the head,
@@ -53,12 +52,12 @@ EMBEDDING = -1  # its number among the layers that come; the head's is that of l
 class Surroundings:
     """What becomes of a stage's other tensors, whatever its units keep.
 
-    Where there are several subsequences, `keys`: what becomes of keys and values: "stay" (those of all layers
-    have places), "copied" or "made"; `stream`: of what lies between layers: "whole", "copied" or, with a few
-    places that are sent, "passed". `receives`: another stage sends the input of the first layer; `sends`:
-    another one takes the output of the last. `guests`: what the stage computes for others; `lent`: what
-    others compute for it (memo/schedule/help.py). `layers_come`: the layers' parameters are on the device
-    only while they are needed, with `edges_come` those of embedding and head too.
+    With several subsequences, `keys` "stay" (those of all layers have places), are "copied" or "made"; the
+    `stream` between layers is "whole", "copied" or, with a few places that are sent, "passed". `receives`:
+    another stage sends the input of the first layer; `sends`: one takes the output of the last. `guests`:
+    what the stage computes for others; `lent`: what others compute for it (memo/schedule/help.py).
+    `layers_come`: the layers' parameters are on the device only while they are needed; `edges_come`: the
+    edges' too.
     """
 
     keys: str = "stay"

@@ -40,19 +40,17 @@ def copy_bytes(pairs: Pairs) -> None:
 class Swap:
     """The activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
 
-    `tensors`: {name: Tensor} of one layer. `units[layer, i]`: the skeletal tensors of a unit, views of its
-    buffer; with several subsequences also `pieces`, [(k, v)] of the subsequences up to it, `sums`, of their
-    gradients, fp32, and `slices`, the tokens of each slice of its own one. `layers`: the units of the first
-    subsequence. `between[layer, i]`: (x, y), twice (n_i, C), or (B, n_i/B, C) where other stages compute the
-    rows between: what lies below a unit and what lies above it; in the backward their gradients. With one
-    subsequence x is the unit's own input, with several both are one place, of the stream; `whole` the same
-    with the rows that other stages compute; `x[layer]` are all rows, where the device has them. `missing[k]`:
-    {tensor: the rows to recompute} of unit k. `passes`: the schedules, which `executor` runs.
+    `tensors`: {name: Tensor} of one layer. `units`: each unit's skeletal tensors, views of its buffer;
+    `layers`: those of the first subsequence. `between`: (x, y) of each unit, twice (n_i, C), or (B, n_i/B, C)
+    where other stages compute the rows between: what lies below it and above it; in the backward their
+    gradients. With one subsequence x is the unit's own input, with several both are one place, of the stream.
+    `whole`: `between` with the rows that other stages compute; `x[layer]`: all rows, where the device has
+    them. `keys`, `sums`: pieces of each unit, with all rows. `missing[k]`: {tensor: rows to recompute} of
+    unit k. `passes`: the schedules, which `executor` runs.
 
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
-    passes can be made. `params`: those of each layer, flat, with padding, where other stages compute rows of
-    this one, or the other way round: `lending` then has the places for it. `keys`, `sums`: {unit: as its
-    pieces and sums, with all rows}. Errors: OutOfHostMemory.
+    passes can be made. `params`: those of each layer, flat, with padding, where stages compute rows for each
+    other: `lending` then has the places for it. Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,

@@ -21,34 +21,27 @@ Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part
 
 @dataclass(frozen=True)
 class Placement(Surroundings):
-    """Where the skeletal activations of the units are between their forward and their backward. Unit k, by
-    its place in the order of the forward, is a layer at one subsequence; with one subsequence it is layer k.
+    """Where the skeletal activations of the units are between their forward and their backward.
 
-    Unit k computes in buffer k % n_buffers. Of a swapped unit, `kept[name]` of the n rows of each tensor
-    survive: `x` on the device if x_stays, all else in the host slab. They are the first rows in an even
-    buffer and the last in an odd one, and two buffers lie in memory so that their other rows, which are
-    recomputed anyway, are the same:
+    Unit k, by its place in the order of the forward, computes in buffer k % n_buffers. Of a swapped unit,
+    `kept[name]` of the n rows of each tensor survive: `x` on the device if x_stays, all else in the host
+    slab. They are the first rows in an even buffer and the last in an odd one, and two buffers lie in memory
+    so that their other rows, which are recomputed anyway, are the same:
 
         buffer 0   kept rows | shared rows                          n + kept rows in all, not 2 n
         buffer 1               shared rows | kept rows
 
     Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
-    (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. A swapped unit that
-    keeps x alone recomputes its attention too: `input_only` of them, the earliest subsequences of all layers
-    first, whose attention costs least. The modes are points of this: keep (a buffer for each unit), recompute
-    (one buffer, x_stays, only inputs), swap and memo.
+    (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. `input_only` swapped
+    units keep x alone and recompute their attention too: the earliest subsequences of all layers first, whose
+    attention costs least. The modes are points of this: keep (a buffer for each unit), recompute (one buffer,
+    x_stays, only inputs), swap and memo.
 
-    With several subsequences, `cuts`, keys and values are in none of these buffers: later subsequences read
-    them. Memory holds those of one layer, piece by piece, with a second place for the first piece, or those
-    of all layers where keys == "stay". Otherwise layers take turns in the pieces' places: keys == "copied":
-    through the slab; "made": from x, once more, before the backward. What lies between two layers is whole on
-    the device, or has a few places there and leaves for the slab: stream == "copied". Layer by layer that is
-    a unit's x, and its gradient later takes the same place; the unit itself then sends no x. Or it leaves for
-    the next stage of a pipeline: stream == "passed".
-
-    Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of `guests`
-    are units like its own, of a subsequence each (memo/schedule/help.py).
-    `dealt`: how often each head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
+    With several subsequences, `cuts`, keys and values are in none of these buffers, nor is the stream between
+    layers (memo/schedule/program.py). Layer by layer a unit whose input is in a stream that is copied sends
+    no x. Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of
+    `guests` are units like its own, of a subsequence each (memo/schedule/help.py). `dealt`: how often each
+    head of keys lies in the pieces of all ranks (memo/layer.py: keys_dealt).
     """
 
     n_layer: int
