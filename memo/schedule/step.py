@@ -68,7 +68,8 @@ HELP_NAMES: dict[tuple[Op, Moved | None], str] = {
     (Op.SEND, Moved.RESULTS): "return", (Op.RECEIVE, Moved.RESULTS): "fetch",
     (Op.SEND, Moved.REPAYMENT): "repay", (Op.RECEIVE, Moved.REPAYMENT): "collect"}
 STATES = Moved.WEIGHTS, Moved.WEIGHT_GRADIENTS, Moved.SCALE
-OTHER_STREAMS = {Op.REDUCE: "replicas", Op.GATHER: "replicas", Op.HOST_ADAMW: "optimizer"}
+STREAMS = {op: op.value for op in Op} | {
+    Op.REDUCE: "replicas", Op.GATHER: "replicas", Op.HOST_ADAMW: "optimizer"}
 
 
 class Step(NamedTuple):
@@ -102,7 +103,7 @@ class Step(NamedTuple):
         if self.moved is None:
             return "compute"
         if self.peer is None:
-            return OTHER_STREAMS.get(self.op, self.op.value)
+            return STREAMS[self.op]
         return f"{'to' if self.op is Op.SEND else 'from'} {self.peer}"
 
     @property

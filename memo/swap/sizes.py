@@ -36,10 +36,10 @@ class Sizes:
     def of(self, part: Part) -> int:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
+        if content is Content.KEPT:
+            return self.kept_bytes[p.like[p.number[unit]]]
         x = unit.subsequence % p.subsequences  # a guest's, too
         match content:
-            case Content.KEPT:
-                return self.kept_bytes[p.like[p.number[unit]]]
             case Content.INPUT if unit not in self.memory.streamed:
                 return self.input_bytes[p.like[p.number[unit]]]
             case Content.LOAN | Content.REPAID:
