@@ -9,10 +9,11 @@ time. Whether the copies then hide, the pipeline says: the schedules of all stag
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import inf
 
-from memo.decide import STALL, Placed, Rates, Room, decide, problems_of
+from memo.decide import STALL, Placed, Rates, Room, decide, largest_part, problems_of
 from memo.estimate.step_seconds import Ends, stage_seconds
 from memo.formulas import head_share
 from memo.layer import tensors_of
@@ -152,9 +153,6 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     for k in adaptive:
         alike.setdefault(stages[k].cfg.stage_kind, []).append(k)
     for those in alike.values():
-        low, high = 0.0, 1.0
-        if not take(those, high):
-            for _ in range(PART_HALVINGS):
-                part = (low + high) / 2
-                low, high = (part, high) if take(those, part) else (low, part)
+        if not take(those, 1.0):
+            largest_part(partial(take, those), PART_HALVINGS)
     return found

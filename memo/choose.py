@@ -2,7 +2,7 @@
 "auto", chosen by whoever can judge a config with numbers: the estimate. No torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -96,24 +96,19 @@ def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[
     judge = cache(judge)
     if cfg.pp != "auto":
         return choose_place(cfg, judge, world)
-    every = with_stages(cfg, world)
-    found = [choose_place(one, judge, world) for one in every]
-    fits = [one for one, _ in found if not judge(one).lacking]
-    if not fits:
-        best, why = min(found, key=lambda one: judge(one[0]).lacking)
-        said = "no number of stages fits" if len(every) > 1 else "no other is possible; it does not fit"
+    whys = dict(choose_place(one, judge, world) for one in with_stages(cfg, world))
+    best = best_of({one: judge(one) for one in whys})
+    if judge(best).lacking:
+        said = "no number of stages fits" if len(whys) > 1 else "no other is possible; it does not fit"
         return best, f"pp={best.pp} chosen, {said} {judge(best).where}"
-    most = EQUALLY_FAST * min(judge(one).seconds for one in fits)
-    best, why = next((one, why) for one, why in found if one in fits and judge(one).seconds <= most)
-    others = [one for one in fits if one != best]
-    said = "no other fits" if len(every) > 1 else "no other is possible"
-    if others:
+    said = "no other fits" if len(whys) > 1 else "no other is possible"
+    if others := [one for one in whys if one != best and not judge(one).lacking]:
         other = min(others, key=lambda one: judge(one).seconds)
         said = f"pp={other.pp} fits too"
         if seconds := judge(best).seconds:
             times = judge(other).seconds / seconds
             said = f"with pp={other.pp} the same tokens take {times:.2f} times as long"
-    n = best.subsequences
+    n, why = best.subsequences, whys[best]
     return best, f"pp={best.pp} chosen, {said}" + f"; {n} subsequence{'s' * (n > 1)} {why}" * bool(why)
 
 
@@ -155,9 +150,8 @@ def numbers_of(cfg: Config) -> list[int]:
 
 
 def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
-    """(the Layout with numbers in place of auto, why these, in words): the fastest that fits as `judge` sees
-    it, among those EQUALLY_FAST the fewest subsequences, layer by layer, of equal length. Where none fits,
-    the one that lacks least.
+    """(the Layout with numbers in place of auto, why these, in words): the best_of() those that are tried, as
+    `judge` sees them.
 
     Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
     become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
@@ -170,43 +164,51 @@ def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple
         return Layout.of(cfg), ""
     cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
         (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
-    found: dict[Layout, Judged] = {}
-    if numbers_of(cfg) == [1]:
+    numbers = numbers_of(cfg)
+    if numbers == [1]:
         return Layout.of(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
-
-    def look(order: str, numbers: Sequence[int]) -> None:
-        seen: list[Judged] = []
-        for n in numbers:
-            here: list[Judged] = []
-            for cut in cuts if n > 1 else cuts[:1]:
-                one = Layout.of(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
-                found[one] = judge(one)
-                here.append(found[one])
-                if is_enough(found[one]):
-                    return
-            seen.append(min(here, key=lambda got: (got.lacking, got.seconds)))
-            if len(seen) < 3:
-                continue
-            a, b, c = seen[-3:]
-            slower = not (a.lacking or b.lacking or c.lacking) and a.seconds <= b.seconds <= c.seconds
-            # one alone keeps no layer's keys and values: two may lack more than it, where more lack less
-            if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
-                return
-
-    def best() -> Layout:
-        fits = [one for one, got in found.items() if not got.lacking]
-        if not fits:
-            return min(found, key=lambda one: found[one].lacking)
-        most = EQUALLY_FAST * min(found[one].seconds for one in fits)
-        return min((one for one in fits if found[one].seconds <= most), key=lambda one: (
-            one.subsequences, one.unit_order != "layer", one.subsequence_cut != "equal"))
-    look(orders[0], numbers_of(cfg))
+    found = dict(judged_numbers(cfg, judge, orders[0], cuts, numbers))
+    best = best_of(found)
     for order in orders[1:]:
-        if found[best()].lacking:
-            look(order, [n for n in numbers_of(cfg) if n > 1])  # a single one has no order
-        elif best().subsequences > 1 and not is_enough(found[best()]):
-            look(order, [best().subsequences])
-    return best(), why_chosen(best(), found)
+        tried = [best.subsequences] * (not is_enough(found[best]))
+        if found[best].lacking:
+            tried = numbers
+        found |= judged_numbers(cfg, judge, order, cuts, [n for n in tried if n > 1])  # one alone has none
+        best = best_of(found)
+    return best, why_chosen(best, found)
+
+
+def judged_numbers(cfg: Config, judge: Callable[[Layout], Judged], order: str, cuts: Sequence[str],
+                   numbers: Sequence[int]) -> Iterator[tuple[Layout, Judged]]:
+    """Tries numbers of subsequences in an order, with all cuts, until one is enough or more do not help."""
+    seen: list[Judged] = []
+    for n in numbers:
+        here: list[Judged] = []
+        for cut in cuts if n > 1 else cuts[:1]:
+            one = Layout.of(cfg, subsequences=n, subsequence_cut=cut, unit_order=order)
+            here.append(judge(one))
+            yield one, here[-1]
+            if is_enough(here[-1]):
+                return
+        seen.append(min(here, key=lambda got: (got.lacking, got.seconds)))
+        if len(seen) < 3:
+            continue
+        a, b, c = seen[-3:]
+        slower = not (a.lacking or b.lacking or c.lacking) and a.seconds <= b.seconds <= c.seconds
+        # one alone keeps no layer's keys and values: two may lack more than it, where more lack less
+        if slower or (c.lacking > SHRINKS * a.lacking and numbers[len(seen) - 3] > 1):
+            return
+
+
+def best_of(found: dict[Layout, Judged]) -> Layout:
+    """Takes the fastest that fits, of those EQUALLY_FAST the one with the fewest stages, then subsequences,
+    layer by layer, of equal length; where none fits, the one that lacks least."""
+    fits = [one for one, got in found.items() if not got.lacking]
+    if not fits:
+        return min(found, key=lambda one: found[one].lacking)
+    most = EQUALLY_FAST * min(found[one].seconds for one in fits)
+    return min((one for one in fits if found[one].seconds <= most), key=lambda one: (
+        one.pp, one.subsequences, one.unit_order != "layer", one.subsequence_cut != "equal"))
 
 
 def fewest(cfg: Config, world: int) -> Layout:

@@ -3,8 +3,9 @@ estimate what it models. No torch. Source: MEMO 4.1.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import inf
 
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
@@ -165,32 +166,34 @@ def decide(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Place
 def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
     """(seconds of all layers, Placement, SwapPlan) with the most rows whose copies hide, as the schedule's
     simulator sees it: where the program's copies hold the computing up, as those of keys, of states or of the
-    backward may, the rate that it counts on is a part of the real one, found by bisection; or with the
-    program's rows, where that is faster."""
+    backward may, the rate that it counts on is a part of the real one; or with the program's rows, where that
+    is faster."""
     rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
 
-    def of(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
+    @cache
+    def simulated(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
         forward, backward, stall = swap_s(placement, problem.tensors,
                                           compute_seconds(placement, rates.units, rates.states), rate)
         return forward + backward, stall, placement, plan
-    best = whole = of(1.0)
-    if best[1] <= STALL * best[0]:
-        return best[0], *best[2:]
-    least = of(0.0)
-    most = least[1] + STALL * least[0]  # with alpha = 0 that cannot be helped
-    if best[1] > most:
-        best, low, high = least, 0.0, 1.0
-        for _ in range(HALVINGS):
-            part = (low + high) / 2
-            found = of(part)
-            if found[1] <= most:
-                best, low = found, part
-            else:
-                high = part
-    fastest = min(best, whole, key=lambda one: one[0])  # a stall may cost less than rows that are rebuilt
+    fastest = simulated(1.0)
+    if fastest[1] > STALL * fastest[0]:
+        most = simulated(0.0)[1] + STALL * simulated(0.0)[0]  # with alpha = 0 that cannot be helped
+        if fastest[1] > most:
+            part = largest_part(lambda part: simulated(part)[1] <= most, HALVINGS)
+            # a stall may cost less than rows that are rebuilt
+            fastest = min(simulated(part), fastest, key=lambda one: one[0])
     return fastest[0], *fastest[2:]
+
+
+def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
+    """Bisects for the largest part, below 1, of what copies may count on with which they hide, as with 0."""
+    low, high = 0.0, 1.0
+    for _ in range(halvings):
+        part = (low + high) / 2
+        low, high = (part, high) if hides(part) else (low, part)
+    return low
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
