@@ -37,7 +37,7 @@ from memo.config import Config
 from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import estimate, judged
+from memo.estimate.budget import estimate
 from memo.estimate.calibrate import attentions, matmuls, row_passes
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.files import save_json
@@ -231,7 +231,7 @@ def decision(S, device, measured, rate):
     """The Point that memo takes, and why."""
     device = replace(device, node=replace(device.node, pcie_bytes_per_s=rate))
     one, why = choose_subsequences(Config(**SHAPE, **AUTO, block_size=S),
-                                   lambda one: judged(estimate(one, device, 1, arena_of)))
+                                   lambda one: estimate(one, device, 1, arena_of).judged)
     key = (one.subsequences, one.subsequence_cut)
     rates = at(measured[key] if key in measured and one.unit_order == "layer" else measured_rates(one), rate)
     placement, plan = decide(one, 4, rates, room_of(one, device))

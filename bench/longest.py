@@ -34,7 +34,6 @@ from memo.estimate.search import (
     layouts,
     longest,
     longest_of_layouts,
-    untimed,
 )
 from memo.files import save_json
 from memo.load_config import load_config
@@ -163,7 +162,7 @@ def fastest_at(model, name, tokens, suits=lambda got: got.fits, numbers=(1, 16, 
     found = []
     for n in numbers:
         every = [one for one in layouts(replace(cfg, subsequences=n), machine, world, (MEMO,))
-                 if (got := estimate_or_none(one, untimed(machine), world, fast_arena)) and suits(got)]
+                 if (got := estimate_or_none(one, machine, world, fast_arena)) and suits(got.untimed)]
         timed = [estimate(one, machine, world, fast_arena) for one in every]
         found += sorted((got for got in timed if suits(got)), key=lambda got: got.mfu)[-1:]
     return found
@@ -215,7 +214,7 @@ def tokens_with_metp(cfg, machine, world):
     width = max(tp for tp in (1, 2, 4, 8) if tp <= world and cfg.n_head % tp == 0)
     both = [config_with(cfg, tp=width, cp=world // width, tensor_parallel="metp", head_groups="auto",
                         optimizer_device=where) for where in ("cpu", "auto")]
-    found = [longest(one, untimed(machine), world, fast_arena) for one in both if one]
+    found = [longest(one, replace(machine, speeds=None), world, fast_arena) for one in both if one]
     return max((most.cfg.block_size for most in found if most), default=0)
 
 

@@ -6,10 +6,10 @@ from itertools import product
 
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import chosen, estimate
+from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.host import granting
 from memo.estimate.report import layout_of, limit_of
-from memo.estimate.search import config_with, estimate_or_none, longest_by_bound, untimed, with_seconds
+from memo.estimate.search import config_with, estimate_or_none, longest_by_bound, with_seconds
 from memo.load_config import load_config
 
 PLACES = "device", "sharded", "host"
@@ -77,12 +77,12 @@ def longest_of(cfg, machine, world):
     for one in tried():
         start, unit = None, 1024 * one.cp * one.tp
         if best:
-            known = replace(one, block_size=max(1, best.cfg.block_size // unit) * unit)
-            start = estimate_or_none(known, untimed(machine), world, fast_arena)
-            if not fits(start):
+            known = replace(one, block_size=max(1, best.decided.block_size // unit) * unit)
+            start = estimate_or_none(known, machine, world, fast_arena)
+            if not (start and fits(start.untimed)):
                 continue
         got = longest_by_bound(one, machine, world, fits, start=start)
-        if got and (best is None or got.cfg.block_size > best.cfg.block_size):
+        if got and (best is None or got.decided.block_size > best.decided.block_size):
             best = got
     return best and with_seconds(best, machine, fast_arena, fits)
 
@@ -91,7 +91,7 @@ def fastest_of(cfg, machine, world):
     """The Estimate with the highest MFU at the config's context; None where nothing fits."""
     every = [replace(one, subsequences=n) for one, n in product(layouts(cfg, world), NUMBERS)]
     found = [estimate(one, machine, world, fast_arena) for one in every
-             if fits(estimate_or_none(one, untimed(machine), world, fast_arena))]
+             if (got := estimate_or_none(one, machine, world, fast_arena)) and fits(got.untimed)]
     return max((got for got in found if got.fits), key=lambda got: got.mfu, default=None)
 
 
@@ -100,7 +100,7 @@ def taken_by_auto(cfg, machine, world):
     found = {}
     for where in ("auto", *PLACES):
         one = replace(cfg, states=where, subsequences="auto", subsequence_cut="auto", unit_order="auto")
-        got = chosen(one, machine, world)
+        got = choose_fastest(one, machine, world)
         found[where] = figures(got) | dict(fits=got.fits, why=got.chosen)
     return found
 

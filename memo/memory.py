@@ -24,7 +24,7 @@ from memo.decide import (
 from memo.device import device_name, free_bytes, settle
 from memo.errors import ConfigError
 from memo.estimate.arena import head_bytes
-from memo.estimate.budget import Estimate, typical_facts
+from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stage_state_bytes
 from memo.estimate.regions import Line, activation_lines, cpu_spare, states
@@ -112,7 +112,7 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
     spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
-    least = min(problem_of(cfg, model.dtype.itemsize, None, Room(0), **way).least_device_bytes
+    least = min(problem_of(cfg, model.dtype.itemsize, None, Room(0), **way).device_bytes_at(0)
                 for way in ways_of(cfg))
     if finds and spare < least:
         free -= total // GAPS
@@ -162,8 +162,9 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
         if cfg.msp:
-            named = replace(facts, cfg=replace(cfg, attention=model.attention.name, ops=model.ops.name))
-            typical = typical_facts(named, machine, host.size) if machine else replace(named, rates=None)
+            named = replace(cfg, attention=model.attention.name, ops=model.ops.name)
+            typical = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
+                facts, cfg=named, rates=None)
             together = shared(stages, together, host.objects(typical)[::peers.size])
             shares = tuple(piece for p, _ in together for piece in p.lent)
             open_lanes(model.mesh, shares, model.device)

@@ -24,7 +24,7 @@ from memo.decide import Decision
 from memo.device import device_name, gpu_facts, pick_device, set_deterministic
 from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import chosen, estimate, untimed
+from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.expected import expect, machine_of
 from memo.estimate.hardware import Machine, peak_flops_per_s
 from memo.files import load_json, own_folder, read_text
@@ -46,9 +46,6 @@ from memo.protocols import Model
 from memo.report import furnish
 from memo.run_state import Checked, Decided, Run
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
-
-Choice = tuple[Layout, str]  # numbers in place of auto, and why these
-
 
 # --- one rank ---
 
@@ -142,75 +139,70 @@ def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") ->
     if found.speaks:
         expected = expect(replace(cfg, **found.kernels), device, launch, arena_here,
                           found.force)
-        expected = expected and replace(expected, chosen=why)
+        expected = expected and expected.but(chosen=why)
     return Decided(**vars(found) | dict(cfg=cfg, host_limit_bytes=limit, expected=expected))
 
 
 # --- all ranks ---
 
-def with_numbers(found: Checked, launch: Launch, host: Axis) -> Decided:
-    """The run with numbers of stages and subsequences in place of auto, which rank 0 chooses for all.
-    Errors: ConfigError."""
-    choice = host.objects(together(host, lambda: try_to_choose(found, launch) if found.speaks else None))[0]
+def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
+    """Puts what rank 0 chooses for all, of stages, subsequences and places, in place of auto. Errors:
+    ConfigError."""
+    choice = host.objects(together(host, lambda: choose_layout(found, launch) if found.speaks else None))[0]
     assert choice is not None  # rank 0's
-    one, why = choice
-    numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
+    numbers, why = choice
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
-    before = choice_before(found.ckpt)
-    if why and "asked" in before:
-        others = [f"{name}={before[name]}" for name in numbers if before[name] != numbers[name]]
-        why += f"; before: {' '.join(others)}" * bool(others)
     layout = Layout.of(found.cfg, **numbers)
     return replace(together(host, check_room, found, layout, launch, why), asked=asked)
 
 
-def choice_before(ckpt: checkpoint.Checkpoint | None) -> Keys:
-    """The keys of a checkpoint; "asked" is among them where some were chosen. The key `states` is younger
-    than others: without it these were on the device, and nothing else was asked for."""
-    stored = dict(ckpt.config) if ckpt else {}
-    if "asked" in stored and "states" not in stored:
+def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
+    """Chooses the CHOSEN_KEYS -> (these, why these, in words): those of the checkpoint, while they fit, for
+    they make the bits of the losses; else what is fastest on a machine of this type. Where that fails for no
+    fault of the user's, those of the checkpoint, or the fewest: an estimate is not worth a run. Errors:
+    ConfigError."""
+    cfg, saved = found.cfg, saved_keys(found.ckpt)
+    before, stages = saved_choice(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
+    chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
+    try:
+        machine = machine_of(found.device, launch)
+        if before and chooses and estimate(replace(before, **found.kernels), machine, launch.world,
+                                           fast_arena).untimed.fits:
+            one, why = before, "as before"
+        else:
+            got = choose_fastest(replace(cfg, **found.kernels), machine, launch.world)
+            one, why = got.decided, got.chosen
+    except (ConfigError, OSError):
+        raise
+    except Exception as e:
+        one, why = before or fewest(cfg, launch.world), "chosen without an estimate"
+        told = " ".join(f"--{name}={getattr(one, name)}" for name in CHOSEN_KEYS
+                        if getattr(cfg, name) == "auto")
+        warn(f"no estimate: {type(e).__name__}: {e}; the run goes on with {told}")
+    numbers = {name: getattr(one, name) for name in CHOSEN_KEYS}
+    others = [f"{name}={saved[name]}" for name in numbers if saved and saved[name] != numbers[name]]
+    return numbers, why + f"; before: {' '.join(others)}" * bool(why and others)
+
+
+def saved_keys(ckpt: checkpoint.Checkpoint | None) -> Keys:
+    """Reads the keys of a checkpoint whose run has chosen some, "asked" among them; none of a run with
+    numbers by hand, or from memo.convert. The key `states` is younger than others: without it these were on
+    the device, and nothing else was asked for."""
+    stored = dict(ckpt.config) if ckpt and "asked" in ckpt.config else {}
+    if stored and "states" not in stored:
         return stored | dict(states="device", asked=stored["asked"] | dict(states="auto"))
     return stored
 
 
-def of_before(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Layout | None:
+def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Layout | None:
     """The Layout with the numbers that the checkpoint's run has chosen. None where that was asked something
     else, or in another layout, or its stages do not fill the world."""
-    stored = choice_before(ckpt)
-    if "asked" not in stored:  # of a run with numbers by hand, or of none, from memo.convert
+    saved = saved_keys(ckpt)
+    asked = saved | saved.get("asked", {})
+    same = saved and all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})
+    if not same or saved["pp"] not in [one.pp for one in with_stages(cfg, world)]:
         return None
-    asked = stored | stored["asked"]
-    same = all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})
-    if not same or stored["pp"] not in [one.pp for one in with_stages(cfg, world)]:
-        return None
-    return Layout.of(cfg, **{name: stored[name] for name in CHOSEN_KEYS})
-
-
-def try_to_choose(found: Checked, launch: Launch) -> Choice:
-    """choice_of(); where that fails for no fault of the user's, the numbers of the checkpoint, or the fewest:
-    an estimate is not worth a run. Errors: ConfigError."""
-    try:
-        return choice_of(found, launch)
-    except (ConfigError, OSError):
-        raise
-    except Exception as e:
-        one = of_before(found.cfg, found.ckpt, launch.world) or fewest(found.cfg, launch.world)
-        numbers = " ".join(f"--{name}={getattr(one, name)}" for name in CHOSEN_KEYS
-                           if getattr(found.cfg, name) == "auto")
-        warn(f"no estimate: {type(e).__name__}: {e}; the run goes on with {numbers}")
-        return one, "chosen without an estimate"
-
-
-def choice_of(found: Checked, launch: Launch) -> Choice:
-    """The numbers of the checkpoint, while these fit, for they make the bits of the losses; else what
-    chosen() takes on a machine of this type."""
-    cfg, machine = replace(found.cfg, **found.kernels), machine_of(found.device, launch)
-    before, stages = of_before(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
-    chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
-    if before and chooses and estimate(before, untimed(machine), launch.world, fast_arena).fits:
-        return before, "as before"
-    got = chosen(cfg, machine, launch.world)
-    return got.decided, got.chosen
+    return Layout.of(cfg, **{name: saved[name] for name in CHOSEN_KEYS})
 
 
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
@@ -277,7 +269,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
-    found = checked if isinstance(checked, Decided) else with_numbers(checked, launch, host)
+    found = checked if isinstance(checked, Decided) else take_layout(checked, launch, host)
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects(f"{name}\n{uuid4().hex}")[0]
     held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
@@ -287,7 +279,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
-    expected = expected and expected.of_stage(found.cfg.stage)
+    expected = expected and expected.but(shown=expected.stages[found.cfg.stage])
     return replace(found, owner=owner, lock=held_lock, expected=expected)
 
 

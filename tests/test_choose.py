@@ -17,13 +17,13 @@ from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import chosen, estimate, untimed
+from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.step_seconds import compute_seconds, swap_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
 from memo.layout import Layout
-from memo.run import of_before
+from memo.run import saved_choice
 from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import all_kept
@@ -145,8 +145,8 @@ def test_a_resumed_run_keeps_its_stages_while_they_fill_the_world():
     asked = {name: value for name, value in as_keys(cfg).items() if value == "auto"}
     four = Layout.of(cfg, pp=4, subsequences=16, subsequence_cut="flops", unit_order="subsequence")
     ckpt = SimpleNamespace(config=as_keys(four) | dict(asked=asked))
-    assert of_before(cfg, ckpt, 4) == four
-    assert of_before(cfg, ckpt, 2) is None and of_before(made(pp=4), ckpt, 4) is None
+    assert saved_choice(cfg, ckpt, 4) == four
+    assert saved_choice(cfg, ckpt, 2) is None and saved_choice(made(pp=4), ckpt, 4) is None
 
 
 def test_nothing_is_tried_without_need():
@@ -267,20 +267,20 @@ def test_what_was_measured_of_a_machine_chooses_nothing(monkeypatch):
     monkeypatch.setattr("memo.choose.MOST_SUBSEQUENCES", 8)  # for speed
     small = replace(H100, memory_bytes=int(12e9))
     cfg = big(2**18, n_layer=8)
-    of_type = chosen(cfg, small, 8)
+    of_type = choose_fastest(cfg, small, 8)
     for factor in (0.01, 1, 100):
         machine = calibrated(small, factor, "NVIDIA H100 80GB HBM3")
-        got = chosen(cfg, machine, 8)
+        got = choose_fastest(cfg, machine, 8)
         assert (numbers(got.cfg), got.chosen) == (numbers(of_type.cfg), of_type.chosen)
         shown = estimate(cfg, machine, 8, fast_arena)
         assert numbers(shown.cfg) == numbers(of_type.cfg) and shown.seconds  # as --gpu=here says it
         assert shown.seconds != of_type.seconds
-        other = chosen(cfg, calibrated(small, factor, "NVIDIA of tomorrow"), 8)
-        fewest = chosen(cfg, untimed(small), 8)
+        other = choose_fastest(cfg, calibrated(small, factor, "NVIDIA of tomorrow"), 8)
+        fewest = choose_fastest(cfg, replace(small, speeds=None), 8)
         assert (numbers(other.cfg), other.chosen) == (numbers(fewest.cfg), fewest.chosen)
     cpu = hardware.Machine("CPU, 2 threads", hardware.NODES["workstation"], None, None, None)
     for factor in (0.01, 100):
-        got = chosen(big(2**16, n_layer=4, tp=1, dtype="auto", n_embd=512, n_head=8, alpha=0.5),
+        got = choose_fastest(big(2**16, n_layer=4, tp=1, dtype="auto", n_embd=512, n_head=8, alpha=0.5),
                      calibrated(cpu, factor, cpu.name), 1)
         assert numbers(got.cfg) == (1, "equal", "layer") and got.chosen == "chosen, it fits" and got.alpha
 
@@ -331,7 +331,7 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
     def fails(error):
         def chosen(*_):
             raise error
-        monkeypatch.setattr("memo.run.chosen", chosen)
+        monkeypatch.setattr("memo.run.choose_fastest", chosen)
     monkeypatch.setattr("memo.choose.LEAST_TOKENS", 128)
     keys = dict(block_size=512, max_iters=1, warmup_iters=0) | stages
     fails(KeyError("speeds"))
@@ -349,11 +349,11 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
 def test_the_choice_of_a_checkpoint_without_the_key_states_is_the_device():
     cfg = Config(**SMALL)
     stored = as_keys(replace(cfg, **ONE, states="device")) | dict(asked=dict(AUTO))
-    younger = of_before(cfg, SimpleNamespace(config=stored), 1)
+    younger = saved_choice(cfg, SimpleNamespace(config=stored), 1)
     del stored["states"], stored["asked"]["states"]
     assert younger == Layout.of(cfg, **ONE, states="device")
-    assert of_before(cfg, SimpleNamespace(config=stored), 1) == younger
-    assert of_before(replace(cfg, states="host"), SimpleNamespace(config=stored), 1) is None
+    assert saved_choice(cfg, SimpleNamespace(config=stored), 1) == younger
+    assert saved_choice(replace(cfg, states="host"), SimpleNamespace(config=stored), 1) is None
 
 
 def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, monkeypatch):
@@ -365,7 +365,7 @@ def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, mon
 
     def chosen(*_):
         raise ConfigError("the last check")
-    monkeypatch.setattr("memo.run.chosen", chosen)
+    monkeypatch.setattr("memo.run.choose_fastest", chosen)
     with pytest.raises(ConfigError, match="^the last check$"):
         train.main([f"--out_dir={tmp_path}", "--init_from=resume", "--subsequences=auto"])
     assert {folder.name for folder in (tmp_path / "ckpt").iterdir()} == {"1", "2"}  # none is set aside yet
@@ -378,8 +378,8 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
         def chosen(cfg, machine, world):
             one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer",
                           states="device")
-            return replace(estimate(one, machine, world, fast_arena), chosen="tossed")
-        monkeypatch.setattr("memo.run.chosen", chosen)
+            return estimate(one, machine, world, fast_arena).but(chosen="tossed")
+        monkeypatch.setattr("memo.run.choose_fastest", chosen)
 
     def resumed(*more):
         train.main(["--init_from=resume", f"--out_dir={tmp_path / 'halves'}", *more])
@@ -398,5 +398,5 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
     two = "sequence    2 subsequences of 256 tokens, layer by layer"
     assert resumed("--batch_size=2") == f"{two}: tossed; before: subsequences=4"
     monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: (
-        SimpleNamespace(fits=cfg.subsequences != 4, alpha=0.5)))
+        SimpleNamespace(untimed=SimpleNamespace(fits=cfg.subsequences != 4))))
     assert resumed() == f"{two}: tossed; before: subsequences=4"

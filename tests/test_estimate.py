@@ -23,7 +23,7 @@ from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import arena, budget, calibrate, expected, hardware, regions, report, room, search
+from memo.estimate import arena, budget, calibrate, expected, hardware, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.host import granting
 from memo.estimate.roofline import LayerSeconds
@@ -464,7 +464,7 @@ def test_what_is_copied_and_made_again_of_units_takes_its_time():
 # --- METP ---
 
 def metp_seconds(cfg, machine=H100, **keys):
-    return layer_seconds(replace(cfg, **METP | keys), machine, 2)
+    return layer_seconds(replace(cfg, **METP | keys), machine, 2).units[0]
 
 
 def test_seconds_of_metp_follow_ranks_context_and_links():
@@ -518,10 +518,10 @@ def test_what_has_no_room_does_not_fit():
     """More than two buffers leave fewer units to the host."""
     cfg = load(["config/llama3_8b_1m.py", "--tp=4", "--cp=2", "--tensor_parallel=metp", "--unit_order=layer",
                 "--block_size=6914048", "--subsequence_cut=equal"])
-    alone, told = budget.untimed(H100), set()
+    told = set()
     for states, n, mode in product(("device", "host"), (1, 8, 32), ("memo", "swap", "recompute")):
         one = Layout.of(cfg, states=states, subsequences=n, activation=mode)
-        found = bool(room.no_room(one, alone, 8)), budget.estimate(one, alone, 8, fast_arena).fits
+        found = bool(search.no_room(one, H100, 8)), budget.estimate(one, H100, 8, fast_arena).untimed.fits
         told.add(found)
         assert found != (True, True), one
     assert {(True, False), (False, True)} <= told
@@ -549,10 +549,11 @@ def test_the_longest_of_several_subsequences_is_found_where_shorter_ones_cannot_
     cfg, unit = load(["config/7b_1m.py", "--subsequences=2500", "--states=device"]), 1024 * 8
 
     def fits_to_7(cfg, *args):
-        return cfg and SimpleNamespace(cfg=cfg, fits=cfg.block_size <= 7 * unit)
+        fits = cfg and cfg.block_size <= 7 * unit
+        return cfg and SimpleNamespace(decided=cfg, untimed=SimpleNamespace(fits=fits))
     assert search.config_with(cfg, block_size=4 * unit) is None
     with patch.object(search, "estimate_or_none", fits_to_7):
-        assert search.longest_by_bound(cfg, A800, 8, lambda got: got.fits).cfg.block_size == 7 * unit
+        assert search.longest_by_bound(cfg, A800, 8, lambda got: got.fits).decided.block_size == 7 * unit
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_lines_are_the_bytes_of_each_stage(keys):
     cfg = Config(**SHAPE | dict(gradient_accumulation_steps=2) | keys)
     world = 2 * cfg.pp * cfg.tp
     got = budget.estimate(cfg, hardware.Machine("CPU", NODE, None, None, None), world, fast_arena)
-    for one in map(got.of_stage, range(cfg.pp)):
+    for one in (got.but(shown=stage) for stage in got.stages):
         mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks),
                     dp=Axis("dp", 2), replicas=Axis("data", 2))
         model = GPT(one.cfg, torch.device("cpu"), torch.float32, mesh=mesh)
@@ -228,10 +228,12 @@ def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
     tight, full = (replace(stage, lacks=None, lines=(regions.Line("margin", "", margin),
                                                      regions.Line("params", "", params)))
                    for stage, margin, params in zip(got.stages, (10, 1), (95, 103), strict=True))
-    got = replace(got, shown=tight, stages=(tight, full), capacity=100, reason="oom")  # 5 and 4 bytes lack
-    assert not got.only_tight
-    got = replace(got, stages=(tight, tight))
-    assert got.only_tight and not replace(got, stages=(tight, replace(tight, lacks="host"))).only_tight
+
+    def only_tight(*stages):
+        small = got.on(replace(got.machine, memory_bytes=100), fast_arena)
+        return small.but(stages=stages, shown=tight).only_tight
+    assert not only_tight(tight, full)  # 5 and 4 bytes lack
+    assert only_tight(tight, tight) and not only_tight(tight, replace(tight, lacks="host"))
 
 
 # --- search ---

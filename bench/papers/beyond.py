@@ -1,12 +1,14 @@
 """The same jobs by each paper's method alone, and by memo's best combination of all: dry runs on one
 machine."""
 
+from dataclasses import replace
+
 from bench.papers.memo_lengths import whole
 from bench.papers.page import DRY, MILLION, Part, points
 from bench.papers.rivals import A800
 from memo.choose import degrees_of
 from memo.estimate.arena import fast_arena
-from memo.estimate.budget import chosen, judged, untimed
+from memo.estimate.budget import choose_fastest
 from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of, limit_of
 from memo.estimate.search import (
@@ -47,11 +49,12 @@ def best_of(every, world):
     """Of a method's configs the Estimate of the fastest that fits, else of that which lacks least memory."""
     found = [got for one in every if (got := estimate_or_none(one, A800, world, fast_arena)) and whole(got)]
     return max(found, key=speed, default=None) or min(
-        (chosen(one, untimed(A800), world) for one in every), key=lambda got: judged(got).lacking)
+        (choose_fastest(one, replace(A800, speeds=None), world) for one in every),
+        key=lambda got: got.judged.lacking)
 
 
 def lacks(got):
-    return judged(got).where.replace("the ", "").replace(" and", ",") + " memory"
+    return got.judged.where.replace("the ", "").replace(" and", ",") + " memory"
 
 
 def at_1m(model, world):

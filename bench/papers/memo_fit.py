@@ -10,7 +10,7 @@ from bench.papers.page import DRY, Part, off, thousands
 from bench.papers.rivals import A800, MODELS
 from memo.estimate import hardware
 from memo.estimate.arena import ArenaBytes, fast_arena
-from memo.estimate.budget import again, estimate
+from memo.estimate.budget import estimate
 from memo.estimate.hardware import Speeds
 from memo.layer import tensors_of
 from testing.paper import (
@@ -142,7 +142,7 @@ def fit():
                  for every in (cells_of_speeds(), cells_of_table5()))
     found, other, cells = fitted_speeds(ran), fitted_speeds(ran + more), cells_that_ran()
     assert found == hardware.AMPERE, f"memo/estimate/hardware.py uses {hardware.AMPERE}, the fit is {found}"
-    both = [with_mfu(cells, lambda got, on=on: 100 * again(got, on, fast_arena).mfu)
+    both = [with_mfu(cells, lambda got, on=on: 100 * got.on(on, fast_arena).mfu)
             for on in (A800, with_parts(other))]
     offs = both_gaps(both, [([model], length) for model in MODELS for length in (SHORT, FROM_64K)])
     rates, (least, most) = rates_with_papers_best(), hosts_with_papers_cells()
@@ -174,7 +174,7 @@ def by_rows(got, half):
     """MFU in percent of an Estimate, if products of n rows had n/(n + half) of their speed."""
     n = got.cfg.batch_size * got.cfg.block_size // got.cfg.cp
     slower = with_speeds({"matmul": A800.speeds.rate("matmul") * n / (n + half)})
-    return 100 * again(got, slower, fast_arena).mfu
+    return 100 * got.on(slower, fast_arena).mfu
 
 
 def products():

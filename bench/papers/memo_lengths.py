@@ -34,7 +34,7 @@ def of_a_layer(S):
     cfg = Layout.of(paper_config("7B", S))
     layer, node = layer_seconds(cfg, A800, BF16), A800.node
     nbytes = sum(t.nbytes for t in tensors_of(cfg, BF16).values())
-    return layer.forward_s, layer.kernels_s()[0], nbytes / node.pcie_bytes_per_s
+    return layer.forward_s, layer.units[0].kernels_s()[0], nbytes / node.pcie_bytes_per_s
 
 
 def figure6():

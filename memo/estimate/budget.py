@@ -3,7 +3,8 @@ MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
@@ -17,9 +18,9 @@ from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
-from memo.estimate.pipeline_seconds import ends_of, pipeline_s
+from memo.estimate.pipeline_seconds import ends_of, least_s, pipeline_s
 from memo.estimate.regions import Line, Stage, activation_lines, cpu_spare, lane_bytes, states
-from memo.estimate.roofline import LayerOfUnits, LayerSeconds
+from memo.estimate.roofline import LayerOfUnits
 from memo.estimate.step_seconds import state_seconds, step_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.formulas import mfu, tgs
@@ -30,37 +31,81 @@ from memo.swap import alpha
 from memo.swap.placement import Placement
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Of all `stages`, and of one of these, `shown`: that which lacks most memory, or is fullest. Bytes:
-    `lines` are a rank's of that stage; `host_bytes` and capacity a node's. `seconds` and `layer` are empty
-    where no speeds are known. `reason` and `why`: None where it fits, else oom or oohm, and a sentence.
-    `chosen`: why there are so many stages and subsequences where they were auto, as in `asked`."""
+class Lack(NamedTuple):
+    """Bytes that lack, and `where`; the `reason`, "oom" or "oohm" of a node's memory; why, a sentence."""
 
-    shown: Stage
-    stages: tuple[Stage, ...]
+    nbytes: int
+    where: str
+    reason: str
+    why: str
+
+
+@dataclass(eq=False)
+class Estimate:
+    """Of a config with numbers, `decided`, on `world` ranks of a machine; arena(cfg, machine) -> ArenaBytes.
+    What takes time is found when it is first asked for: bytes of all `stages`, and of one of these, `shown`:
+    that which lacks most memory, or is fullest; then seconds, empty where no speeds are known. Bytes are a
+    rank's of that stage, `host_bytes` and capacity a node's. `chosen`: why there are so many stages and
+    subsequences where they were auto, as in `asked`. Errors: ConfigError for what cannot be, a layout that
+    does not fill the world; not for what does not fit."""
+
+    decided: Layout
     machine: Machine
     world: int
-    dp: int
-    layer: LayerSeconds | LayerOfUnits | None
-    seconds: dict[str, float]
-    mfu: float | None
-    tgs: float | None
-    capacity: int | None
-    host_capacity: int
-    reason: str | None
-    why: str | None
+    arena: ArenaOf
     asked: Config
     chosen: str = ""
+    dp: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        cfg, machine = self.decided, self.machine
+        self.dp = degrees(cfg, self.world)
+        check_matmul(cfg, machine.capability, self.itemsize)
+        if not cfg.vocab_size:
+            raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize_of(self.decided, self.machine)
+
+    def but(self, **values: object) -> "Estimate":
+        """Copies it, with all that was found of it, but for these values."""
+        other = copy(self)
+        vars(other).update(values)
+        return other
+
+    def on(self, machine: Machine, arena: ArenaOf) -> "Estimate":
+        """Estimates the same numbers on that machine and with that arena."""
+        if (machine, arena) == (self.machine, self.arena):
+            return self
+        return Estimate(self.decided, machine, self.world, arena, self.asked, self.chosen)
+
+    @cached_property
+    def untimed(self) -> "Estimate":
+        """The Estimate where no speeds are known, and every copy hides: whether a run fits is found faster
+        so, and depends on no seconds."""
+        return self.on(replace(self.machine, speeds=None), self.arena) if self.machine.speeds else self
+
+    # --- bytes ---
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return every_stage(self.decided, self.machine, self.world, self.arena)
+
+    @cached_property
+    def shown(self) -> Stage:
+        """The stage that lacks most bytes, of device and host together; where none lacks any, that with most
+        on the device."""
+        host = host_share(self.decided, self.machine, self.world)
+
+        def lacking(stage: Stage) -> float:
+            return (max(0, stage.device_bytes - (self.capacity or inf)) + max(0, stage.host_bytes - host))
+        return max(self.stages, key=lambda stage: (lacking(stage), stage.device_bytes))
 
     @property
     def cfg(self) -> Layout:
+        """`decided`, of the stage that is shown."""
         return self.shown.cfg
-
-    @property
-    def decided(self) -> Layout:
-        """`asked` with numbers in place of auto."""
-        return self.stages[0].cfg
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -74,28 +119,24 @@ class Estimate:
     def plan(self) -> alpha.SwapPlan | None:
         return self.shown.plan
 
-    def of_stage(self, stage: int) -> "Estimate":
-        """The same, with the bytes of that stage."""
-        return replace(self, shown=self.stages[stage])
+    @property
+    def alpha(self) -> float | None:
+        return self.shown.alpha
 
     @property
-    def fits(self) -> bool:
-        return self.reason is None
+    def device_bytes(self) -> int:
+        return self.shown.device_bytes
 
-    @property
-    def only_tight(self) -> bool:
-        """Whether it would fit without the margin of device memory, all stages of it."""
-        beside_margins = max(one.device_bytes - one.bytes_of("margin")[0] for one in self.stages)
-        enough_host = self.host_bytes <= self.host_capacity and not any(one.lacks for one in self.stages)
-        return self.reason == "oom" and beside_margins <= (self.capacity or 0) and enough_host
+    def bytes_of(self, region: str) -> tuple[int, int]:
+        return self.shown.bytes_of(region)
 
     @property
     def local_ranks(self) -> int:
         return min(self.world, self.machine.node.gpus_per_node)
 
-    @property
-    def device_bytes(self) -> int:
-        return self.shown.device_bytes
+    @cached_property
+    def host_capacity(self) -> int:
+        return host_capacity(self.decided, self.machine, self.world)
 
     @cached_property
     def host_bytes(self) -> int:
@@ -105,9 +146,96 @@ class Estimate:
         """The sum over the ranks of a node, those of the fullest one."""
         return fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
 
+    # --- whether it fits ---
+
     @property
-    def alpha(self) -> float | None:
-        return self.shown.alpha
+    def capacity(self) -> int | None:
+        return self.machine.memory_bytes
+
+    @cached_property
+    def lacks(self) -> list[Lack]:
+        """What device and host have too little of."""
+        stage, why = f"stage {self.cfg.stage}" if self.decided.pp > 1 else "it", self.shown.lacks
+        if self.capacity is not None:
+            device = "the device", "oom", stage, "device memory", self.device_bytes, self.capacity
+        else:  # one memory for both
+            device = ("the device", "oohm", "it", "memory on a node",
+                      self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),
+                      int(self.machine.node.host_memory_bytes * alpha.HOST_SHARE))
+        host = ("the host", "oohm", "it", "host memory to swap to on a node", self.host_bytes,
+                self.host_capacity)
+        on_device, on_host = (
+            Lack(max(0, needs - has), where, reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, there "
+                 f"are {has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much")
+            for where, reason, who, what, needs, has in (device, host))
+        if why:
+            on_host = on_host._replace(why=f"{stage}: {why}" if self.decided.pp > 1 else why)
+        return [on_device] * (on_device.nbytes > 0) + [on_host] * (on_host.nbytes > 0 or why is not None)
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacks
+
+    @property
+    def reason(self) -> str | None:
+        """None where it fits, else "oom" or "oohm"."""
+        return self.lacks[0].reason if self.lacks else None
+
+    @property
+    def why(self) -> str | None:
+        return "; and ".join(lack.why for lack in self.lacks) or None
+
+    @property
+    def only_tight(self) -> bool:
+        """Whether it would fit without the margin of device memory, all stages of it."""
+        beside_margins = max(stage.device_bytes - stage.bytes_of("margin")[0] for stage in self.stages)
+        return ([lack.reason for lack in self.lacks] == ["oom"] and beside_margins <= (self.capacity or 0)
+                and not any(stage.lacks for stage in self.stages))
+
+    @property
+    def judged(self) -> Judged:
+        """What choose() asks of it."""
+        seconds = self.seconds.get("step", 0.0) / self.decided.micro_batches(self.dp)
+        if self.fits:  # a bubble shrinks with more subsequences, too
+            return Judged(seconds, copies=self.alpha is not None or self.decided.pp > 1)
+        small = [lack.where for lack in self.lacks if lack.nbytes]
+        return Judged(seconds, max(1, sum(lack.nbytes for lack in self.lacks)),
+                      " and ".join(small) or "the host")
+
+    # --- seconds ---
+
+    @property
+    def layer(self) -> LayerOfUnits | None:
+        """Seconds of a layer, where speeds are known."""
+        return modelled_layer(self.decided, self.machine)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        cfg, layer, facts = self.decided, self.layer, (self.machine, self.world, self.itemsize)
+        if layer and cfg.pp > 1:
+            return pipeline_s(self.stages, *facts, layer)
+        first = self.stages[0]
+        return step_s(cfg, *facts, layer, first.placement, first.numel) if layer else {}
+
+    def rate(self, step_s: float) -> float:
+        """Tokens per GPU and second."""
+        cfg = self.decided
+        return tgs(cfg.batch_size * cfg.micro_batches(self.dp) * cfg.block_size, self.world, step_s)
+
+    @property
+    def tgs(self) -> float | None:
+        return self.rate(self.seconds["step"]) if self.seconds else None
+
+    @property
+    def most_tgs(self) -> float:
+        """Its tgs at most, as it would be found without seconds."""
+        layer = self.layer
+        return self.rate(least_s(self.untimed.stages, self.world, layer)) if layer else inf
+
+    @property
+    def mfu(self) -> float | None:
+        peak = self.machine.peak_flops_per_s if self.itemsize == 2 else None
+        return mfu(self.decided, self.tgs, peak) if self.tgs else None
 
     @property
     def binds(self) -> str:
@@ -123,20 +251,6 @@ class Estimate:
         if self.plan is None or self.alpha is None:
             return None
         return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
-
-    def bytes_of(self, region: str) -> tuple[int, int]:
-        return self.shown.bytes_of(region)
-
-
-def modelled_rates(cfg: Layout, machine: Machine, world: int,
-                   layer: LayerSeconds | LayerOfUnits | None) -> Rates | None:
-    """The Rates of a layer, if its seconds are known."""
-    if layer is None:
-        return None
-    rate, several = machine.node.pcie_bytes_per_s, len(layer.units) > 1
-    units = tuple(layer.units) if several or cfg.layers_come else ()
-    return Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units,
-                 state_seconds(cfg, machine, layer.speeds, world, itemsize_of(cfg, machine)))
 
 
 def decided(facts: StageFacts) -> tuple[Placed, str | None]:
@@ -197,43 +311,41 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
-def modelled_layer(cfg: Layout, machine: Machine) -> LayerSeconds | LayerOfUnits | None:
+def modelled_layer(cfg: Layout, machine: Machine) -> LayerOfUnits | None:
     """Seconds of a layer, where speeds are known."""
     itemsize = itemsize_of(cfg, machine)
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     return layer_seconds(cfg, machine, itemsize) if known else None
 
 
-def modelled_facts(cfg: Layout, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
-                   room: Room) -> StageFacts:
-    """Those of a config that says which stage. `layer`: modelled_layer()."""
-    itemsize, rates = itemsize_of(cfg, machine), modelled_rates(cfg, machine, world, layer)
-    ends = ends_of(cfg, machine, world, itemsize, layer.speeds) if layer and cfg.pp > 1 else None
+def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> StageFacts:
+    """The StageFacts of a config that says which stage, as far as speeds are known."""
+    itemsize, layer = itemsize_of(cfg, machine), modelled_layer(cfg, machine)
+    if layer is None:
+        return StageFacts(cfg, itemsize, None, room, None)
+    rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units)
+    rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None,
+                  units if len(units) > 1 or cfg.layers_come else (),
+                  state_seconds(cfg, machine, layer.speeds, world, itemsize))
+    ends = ends_of(cfg, machine, world, itemsize, layer.speeds) if cfg.pp > 1 else None
     return StageFacts(cfg, itemsize, rates, room, ends)
 
 
-def typical_facts(facts: StageFacts, machine: Machine, world: int) -> StageFacts:
-    """The same with what is known of the machine's type in place of what was measured on it."""
-    machine = machine.of_its_type
-    return modelled_facts(facts.cfg, machine, world, modelled_layer(facts.cfg, machine), facts.room)
-
-
-def every_stage(cfg: Layout, machine: Machine, world: int, layer: LayerSeconds | LayerOfUnits | None,
-                arena: ArenaOf) -> tuple[Stage, ...]:
-    """The Stages of a config. `layer`: its seconds, where they are known. What those that are alike have in
-    common is looked at once."""
+def every_stage(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> tuple[Stage, ...]:
+    """The Stages of a config. What those that are alike have in common is looked at once."""
     known: dict[tuple[bool, bool, int], tuple[Beside, Placed, str | None]] = {}
     itemsize, facts = itemsize_of(cfg, machine), []
     for one in cfg.every_stage:
         kind = one.stage_kind
         beside = known[kind][0] if kind in known else beside_activations(one, machine, world, arena)
-        facts.append(modelled_facts(one, machine, world, layer, beside.room))
+        facts.append(modelled_facts(one, machine, world, beside.room))
         if kind not in known:
             known[kind] = beside, *decided(facts[-1])
     besides, alone, lacks = zip(*(known[stage.cfg.stage_kind] for stage in facts), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
     if cfg.msp and not any(lacks):
-        typical = [typical_facts(one, machine, world) for one in facts] if machine.measured else facts
+        typical = facts if not machine.measured else [
+            modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
         together = shared(facts, together, typical)
     found, made = [], dict[tuple[object, ...], Stage]()
     for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
@@ -245,101 +357,27 @@ def every_stage(cfg: Layout, machine: Machine, world: int, layer: LayerSeconds |
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
-    """The Estimate of a config on `world` ranks of a machine. arena(cfg, machine) -> ArenaBytes. Errors:
-    ConfigError for what cannot be, a layout that does not fill the world; not for what does not fit."""
+    """The Estimate of a config; where it leaves numbers open, of what choose_fastest() takes. Errors: as
+    Estimate."""
     if cfg.undecided:
-        return again(chosen(cfg, machine, world), machine, arena)
-    asked, cfg = cfg, cfg if isinstance(cfg, Layout) else Layout.of(cfg)
-    dp, itemsize = degrees(cfg, world), itemsize_of(cfg, machine)
-    check_matmul(cfg, machine.capability, itemsize)
-    if not cfg.vocab_size:
-        raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    layer = modelled_layer(cfg, machine)
-    stages, seconds = every_stage(cfg, machine, world, layer, arena), dict[str, float]()
-    if layer and cfg.pp > 1:
-        seconds = pipeline_s(stages, machine, world, itemsize, layer)
-    elif layer:
-        seconds = step_s(cfg, machine, world, itemsize, layer, stages[0].placement, stages[0].numel)
-    tokens = cfg.batch_size * cfg.micro_batches(dp) * cfg.block_size
-    peak = machine.peak_flops_per_s if itemsize == 2 else None
-    rate = tgs(tokens, world, seconds["step"]) if seconds else None
-    shown = fullest(stages, machine.memory_bytes or inf, host_share(cfg, machine, world))
-    got = Estimate(shown, stages, machine, world, dp, layer, seconds, mfu(cfg, rate, peak) if rate else None,
-                   rate, machine.memory_bytes, host_capacity(cfg, machine, world), None, None, asked)
-    reason, why = verdict(got)
-    return replace(got, reason=reason, why=why)
+        return choose_fastest(cfg, machine, world).on(machine, arena)
+    got = Estimate(cfg if isinstance(cfg, Layout) else Layout.of(cfg), machine, world, arena, cfg)
+    _ = got.host_capacity  # an error now, not when it is asked whether it fits
+    return got
 
 
-def fullest(stages: tuple[Stage, ...], capacity: float, host: int) -> Stage:
-    """The stage that lacks most bytes, of device and host together; where none lacks any, that with most on
-    the device. `capacity`, `host`: what a rank has of each."""
-    def lacking(one: Stage) -> float:
-        return max(0, one.device_bytes - capacity) + max(0, one.host_bytes - host)
-    return max(stages, key=lambda one: (lacking(one), one.device_bytes))
+def choose_fastest(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
+    """Chooses what a config leaves open -> its Estimate on a machine of that type, which is the judge, with a
+    bound of the temporary tensors; where no speeds are known of the type, by room alone."""
+    def judge(got: Estimate) -> Judged:
+        # to simulate a schedule takes long; shares of msp, which take memory, are dealt by seconds
+        return (got if cfg.msp or got.untimed.fits else got.untimed).judged
+    return choose_numbers(cfg, machine.of_its_type, world, bound, judge)
 
 
-def verdict(got: Estimate) -> tuple[str | None, str | None]:
-    """Whether it fits: an Estimate's (reason, why)."""
-    node, reasons = got.machine.node, []
-    stage = f"stage {got.cfg.stage}" if got.cfg.pp > 1 else "it"
-
-    def lacks(reason: str, needs: float, has: float, what: str, who: str = "it") -> None:
-        if needs > has:
-            reasons.append((reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, there are "
-                                    f"{has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much"))
-    if got.capacity is not None:
-        lacks("oom", got.device_bytes, got.capacity, "device memory", stage)
-    else:  # one memory for both
-        there = int(node.host_memory_bytes * alpha.HOST_SHARE)
-        lacks("oohm", got.node_bytes(lambda one: one.host_bytes + one.device_bytes), there,
-              "memory on a node")
-    if got.shown.lacks:
-        reasons.append(("oohm", f"{stage}: {got.shown.lacks}" if got.cfg.pp > 1 else got.shown.lacks))
-    else:
-        lacks("oohm", got.host_bytes, got.host_capacity, "host memory to swap to on a node")
-    if not reasons:
-        return None, None
-    return reasons[0][0], "; and ".join(text for _, text in reasons)
-
-
-def untimed(machine: Machine) -> Machine:
-    """The machine without its speeds: whether a run fits is found faster so, and depends on no
-    seconds, but for the shares of msp."""
-    return replace(machine, speeds=None) if machine.speeds else machine
-
-
-def chosen(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
-    """The Estimate of what choose() takes of a config, with the Estimates of a machine of that type as the
-    judge, and a bound of the temporary tensors; where no speeds are known of the type, by room alone."""
-    def on(machine: Machine) -> Callable[[Layout], Estimate]:
-        return cache(lambda one: estimate(one, machine, world, bound))
-    machine = machine.of_its_type
-    alone = timed = on(untimed(machine))
-    if machine.speeds:
-        timed = on(machine)  # asked for what fits alone: to simulate a schedule takes long
-    if cfg.msp:  # shares, which take memory, are dealt by seconds
-        alone = timed
-    one, why = choose(cfg, lambda one: judged(timed(one) if alone(one).fits else alone(one)), world)
-    return replace(timed(one), asked=cfg, chosen=why)
-
-
-def again(got: Estimate, machine: Machine, arena: ArenaOf) -> Estimate:
-    """The Estimate of what was chosen by chosen(), on that machine and with that arena."""
-    if (machine, arena) == (got.machine, fast_arena):
-        return got
-    return replace(estimate(got.decided, machine, got.world, arena), asked=got.asked, chosen=got.chosen)
-
-
-def judged(got: Estimate) -> Judged:
-    """An Estimate as choose() takes it."""
-    seconds = got.seconds.get("step", 0.0) / got.cfg.micro_batches(got.dp)
-    if got.fits:
-        return Judged(seconds, copies=got.alpha is not None or got.cfg.pp > 1)  # a bubble shrinks too
-    host = max(0, got.host_bytes - got.host_capacity)
-    if got.capacity is None:
-        there = int(got.machine.node.host_memory_bytes * alpha.HOST_SHARE)
-        device = max(0, got.node_bytes(lambda one: one.host_bytes + one.device_bytes) - there)
-    else:
-        device = max(0, got.device_bytes - got.capacity)
-    small = [what for what, n in (("the device", device), ("the host", host)) if n]
-    return Judged(seconds, max(1, host + device), " and ".join(small) or "the host")
+def choose_numbers(cfg: Config, machine: Machine, world: int, bound: ArenaOf,
+                   judge: Callable[[Estimate], Judged]) -> Estimate:
+    """Chooses what a config leaves open -> its Estimate."""
+    of = cache(lambda one: Estimate(one, machine, world, bound, one))
+    one, why = choose(cfg, lambda one: judge(of(one)), world)
+    return of(one).but(asked=cfg, chosen=why)

@@ -44,6 +44,7 @@ def expect(cfg: Config, device: torch.device, launch: Launch, arena: ArenaOf, fo
     run cannot fit, unless `force`."""
     try:
         got = estimate(cfg, machine_of(device, launch), launch.world, arena)
+        _ = got.seconds  # what fails, fails here
         others = [] if got.fits or got.only_tight or force else [text for text, _ in remedies(got)]
     except Exception as e:  # an estimate is not worth a run
         print(f"warning: no estimate: {type(e).__name__}: {e}", file=sys.stderr)

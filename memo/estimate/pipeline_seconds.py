@@ -2,12 +2,12 @@
 with the modelled seconds of its stage. Source: SPPO 3.3."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import fsum
 
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.regions import Stage
-from memo.estimate.roofline import LayerOfUnits, LayerSeconds
+from memo.estimate.roofline import LayerOfUnits
 from memo.estimate.step_seconds import (
     Ends,
     Lanes,
@@ -23,7 +23,7 @@ from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import Layout
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
-from memo.schedule.step import Op, Step
+from memo.schedule.step import Op
 from memo.subsequences import unit_rows
 
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
@@ -69,31 +69,25 @@ def lanes_of(cfg: Layout, machine: Machine, world: int, speeds: Speeds) -> Lanes
     return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
 
 
-def seconds_of(stage: Stage, machine: Machine, world: int, itemsize: int,
-               layer: LayerSeconds | LayerOfUnits) -> Callable[[Step], float]:
-    """-> what gives the seconds of a step of a stage's schedule."""
-    return stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
-                         machine.node.pcie_bytes_per_s,
-                         ends_of(stage.cfg, machine, world, itemsize, layer.speeds))
-
-
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerSeconds | LayerOfUnits) -> list[Times]:
+                   layer: LayerOfUnits) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
-    seconds = [seconds_of(stage, machine, world, itemsize, layer) for stage in stages]
+    seconds = [stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
+                             machine.node.pcie_bytes_per_s,
+                             ends_of(stage.cfg, machine, world, itemsize, layer.speeds)) for stage in stages]
     schedules = [stage.placement.schedule() for stage in stages]
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerSeconds | LayerOfUnits) -> list[list[Span]]:
+                   layer: LayerOfUnits) -> list[list[Span]]:
     """The same as spans of each stage."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
 
 
-def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds | LayerOfUnits) -> float:
+def least_s(stages: Sequence[Stage], world: int, layer: LayerOfUnits) -> float:
     """Seconds that a step takes at least: the last stage waits for the first subsequence, the first stage
     for the last one, and each computes all."""
     layers, units = [stage.placement.n_layer for stage in stages], layer.units
@@ -106,7 +100,7 @@ def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds | LayerOfUn
 
 
 def pipeline_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-               layer: LayerSeconds | LayerOfUnits) -> dict[str, float]:
+               layer: LayerOfUnits) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits
     for another one, or has nothing left to do. Micro batches follow each other, for no stage begins one
     before it has ended the one before; gradients and optimizer are those of the slowest stage."""

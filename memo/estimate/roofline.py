@@ -86,11 +86,6 @@ class LayerSeconds:
         self.attention_messages_s = both - self.attention_kernels_s  # with what merges the blocks
         self.set_seconds()
 
-    @property
-    def units(self) -> list["LayerSeconds"]:
-        """Those that add up to the layer: there is one subsequence."""
-        return [self]
-
     def set_seconds(self) -> None:
         """attention_s (to rebuild attn_out), groups_s, forward_s, backward_s; messages_s, the exposed seconds
         of both."""
@@ -350,7 +345,7 @@ class LayerSeconds:
 
 
 class LayerOfUnits:
-    """Seconds of a layer that is computed by subsequences: the sums of LayerSeconds, of `units`."""
+    """Seconds of a layer: the sums of those of its `units`, one a subsequence."""
 
     def __init__(self, units: Sequence[LayerSeconds]) -> None:
         self.units, self.speeds = units, units[0].speeds

@@ -5,20 +5,25 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import inf
 
-from memo.choose import LEAST_TOKENS, degrees_of, stage_keys, stage_numbers
+from memo.choose import LEAST_TOKENS, Judged, degrees_of, stage_keys, stage_numbers
 from memo.command import progress
 from memo.config import Config, as_keys
+from memo.decide import Room, problem_of, ways_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import Estimate, again, chosen, estimate, untimed
+from memo.estimate.budget import (
+    Estimate,
+    beside_activations,
+    choose_fastest,
+    choose_numbers,
+    estimate,
+)
 from memo.estimate.hardware import Machine
-from memo.estimate.pipeline_seconds import least_s
-from memo.estimate.room import chosen_if_fits
-from memo.estimate.unit_seconds import layer_seconds
-from memo.formulas import tgs
 from memo.keys import Keys, Value
+from memo.layout import Layout
+from memo.swap.alpha import AlphaProblem
+from memo.swap.placing import place_rows
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops
@@ -43,23 +48,46 @@ def config_with(cfg: Config, **keys: Value) -> Config | None:
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """The Estimate, or None where the config cannot be or has no such layout. Of subsequences that are auto
     the fewest that fit are taken, for which nothing is simulated; None where none do."""
+    def judge(got: Estimate) -> Judged:  # only what no_room() says nothing of is placed
+        return no_room(got.decided, machine, world) or got.untimed.judged
     try:
         if cfg and cfg.undecided:
-            got = chosen_if_fits(cfg, untimed(machine), world)
-            return got and again(got, machine, arena)
+            got = choose_numbers(cfg, machine, world, fast_arena, judge)
+            return None if judge(got).lacking else got.on(machine, arena)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
 
 
-def most_tgs(got: Estimate, machine: Machine) -> float:
-    """Tokens per GPU and second that what was estimated without seconds has at most on a machine."""
-    if machine.speeds is None:
-        return inf
-    cfg = got.cfg
-    tokens = cfg.batch_size * cfg.micro_batches(got.dp) * cfg.block_size
-    layer = layer_seconds(cfg, machine, itemsize_of(cfg, machine))
-    return tgs(tokens, got.world, least_s(got.stages, got.world, layer))
+def no_room(cfg: Layout, machine: Machine, world: int) -> Judged | None:
+    """A config with numbers as choose() takes it, for which device or host are too small even with as little
+    there as its mode allows; None where nothing says so. Takes a small part of the time of an Estimate."""
+    if machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
+        return None
+    itemsize, found = itemsize_of(cfg, machine), list[Judged]()
+    for stage in {0, cfg.pp - 1}:
+        one = replace(cfg, stage=stage)
+        room = beside_activations(one, machine, world, fast_arena).room
+        ways = [lacking(one, problem_of(one, itemsize, None, room, **way), room) for way in ways_of(one)]
+        found.append(min(ways))
+    most = max(found)
+    return most if most.lacking > 0 else None
+
+
+def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
+    """As no_room(), of one of the ways_of() a stage, whose problem has two buffers."""
+    swaps = cfg.activation in ("swap", "memo")
+    if swaps:
+        device = problem.device_bytes_at(0 if cfg.finds_alpha else problem.placement.n_rows)
+    else:
+        device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
+    if device > room.spare_bytes:
+        return Judged(0.0, device - room.spare_bytes, "the device")
+    if swaps and problem.n_swapped:  # fewer with more buffers
+        problem = with_buffers(cfg, problem, room)
+        host = problem.least_bytes if cfg.finds_alpha else problem.needed_bytes(1.0)
+        return Judged(0.0, max(0, host - room.host_bytes), "the host")
+    return Judged(0.0)
 
 
 def layout_values(cfg: Config) -> tuple[object, ...]:
@@ -69,20 +97,19 @@ def layout_values(cfg: Config) -> tuple[object, ...]:
 
 def likeness(got: Estimate) -> tuple[object, ...]:
     """Equal for modes that come to the same."""
-    return layout_values(got.cfg), got.lines, got.tgs
+    return layout_values(got.decided), got.lines, got.tgs
 
 
-def with_seconds_of_best(fit: Sequence[Estimate], machine: Machine, best: int) -> list[Estimate]:
-    """Of Estimates without seconds those that may be among the `best`, with seconds, where they fit with
-    these, too: schedules, which take long, run for those first that may be fastest, and for no others."""
-    most, rates = [most_tgs(got, machine) for got in fit], dict[tuple[object, ...], float]()
+def fastest_of(fit: Sequence[Estimate], best: int) -> list[Estimate]:
+    """Of Estimates that fit without seconds those that may be among the `best`, where they fit with these,
+    too: schedules, which take long, run for those first that may be fastest, and for no others."""
+    most, rates = [got.most_tgs for got in fit], dict[tuple[object, ...], float]()
     found: dict[int, Estimate] = {}
     for k in sorted(range(len(fit)), key=lambda k: -most[k]):
         if len(rates) >= best and most[k] < sorted(rates.values())[-best]:
             break
-        got = again(fit[k], machine, fast_arena)
-        if got.fits:
-            found[k], rates[likeness(got)] = got, got.tgs or 0.0
+        if fit[k].fits:
+            found[k], rates[likeness(fit[k])] = fit[k], fit[k].tgs or 0.0
     return [found[k] for k in sorted(found)]
 
 
@@ -90,20 +117,20 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
     """The Estimate with the fastest of the subsequences that fit, where these are auto, found by `bound`."""
     if not got.asked.undecided:
         return got
-    fastest = chosen(got.asked, got.machine, got.world, bound)
+    fastest = choose_fastest(got.asked, got.machine, got.world, bound)
     if fastest.decided == got.decided:
-        return replace(got, chosen=fastest.chosen)
-    fastest = again(fastest, got.machine, arena)
+        return got.but(chosen=fastest.chosen)
+    fastest = fastest.on(got.machine, arena)
     return fastest if fastest.fits else got
 
 
 def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
     """The Estimate of stages that help each other, where that is faster."""
-    one = config_with(got.decided, msp=True)  # None for one stage, or too few subsequences
-    helped = estimate_or_none(one, got.machine, got.world, arena)
-    if helped is None or not helped.fits or speed(helped) <= speed(got):
-        return got
-    return replace(helped, asked=replace(got.asked, msp=True), chosen=got.chosen)
+    with suppress(ConfigError):  # one stage, too few subsequences, a trace that fails
+        helped = estimate(replace(got.decided, msp=True), got.machine, got.world, arena)
+        if helped.fits and speed(helped) > speed(got):
+            return helped.but(asked=replace(got.asked, msp=True), chosen=got.chosen)
+    return got
 
 
 def speed(got: Estimate) -> float:
@@ -155,37 +182,31 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                           "looked at closely"):
         fit, taken = list[Estimate](), list[Estimate]()
         for one in every:
-            got = estimate_or_none(one, untimed(machine), world, fast_arena)
-            if got and got.fits:
+            got = estimate_or_none(one, machine, world, fast_arena)
+            if got and got.untimed.fits:
                 fit.append(got)
             judged += 1
-        for got in sorted(with_seconds_of_best(fit, machine, best), key=speed, reverse=True):
+        for got in sorted(fastest_of(fit, best), key=speed, reverse=True):
             if likeness(got) in seen:
                 continue
             seen.add(likeness(got))
-            exact = got if arena is fast_arena else estimate_or_none(got.asked, machine, world, arena)
-            if exact and exact.fits:
-                taken.append(with_the_fastest(exact, arena))
+            with suppress(ConfigError):  # a trace that fails
+                if (exact := got.on(machine, arena)).fits:
+                    taken.append(with_the_fastest(exact, arena))
             if len(taken) == best:
                 break
         if taken:  # of stages that help each other only these are looked at: it takes long
             return sorted((with_help(one, arena) for one in taken), key=speed, reverse=True)
-        if nearest := nearest_of(every, untimed(machine), world):
-            return [again(nearest, machine, arena)]
+        nearest = list[Estimate]()
+        for one in every:
+            with suppress(ConfigError):
+                nearest.append(choose_fastest(one, replace(machine, speeds=None), world))
+        if nearest:
+            return [min(nearest, key=lambda got: got.device_bytes).on(machine, arena)]
     raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
                       f"2*cp*tp block_size={cfg.block_size}, dp gradient_accumulation_steps="
                       f"{cfg.gradient_accumulation_steps}); try another number, or "
                       "--gradient_accumulation_steps=auto")
-
-
-def nearest_of(every: Sequence[Config], machine: Machine, world: int) -> Estimate | None:
-    """Of configs that do not fit a machine without speeds the Estimate that takes the least memory; None
-    where not one of them has a layout."""
-    found = []
-    for one in every:
-        with suppress(ConfigError):
-            found.append(chosen(one, machine, world))
-    return min(found, key=lambda got: got.device_bytes, default=None)
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
@@ -198,19 +219,20 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
 
 def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bound: ArenaOf = fast_arena,
                      start: Estimate | None = None) -> Estimate | None:
-    """The same without seconds, where `bound` gives the temporary tensors. `start`: one that suits, by which
-    the search begins. Steps double until none suits, then bisection, for memory grows with the sequence."""
-    unit, alone, best = MULTIPLE * cfg.cp * cfg.tp, untimed(machine), start
+    """The longest that suits without seconds, where `bound` gives the temporary tensors. `start`: one that
+    does, by which the search begins. Steps double until none suits, then bisection, for memory grows with the
+    sequence."""
+    unit, best = MULTIPLE * cfg.cp * cfg.tp, start
     least = -(-cfg.n_subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
-    low = start.cfg.block_size // unit if start else least - 1
+    low = start.decided.block_size // unit if start else least - 1
     most, step = max(least, LONGEST // unit), max(1, low // 16)
     high = low + step
 
     def suit(n: int) -> bool:
         """Whether n units do."""
         nonlocal best
-        got = estimate_or_none(config_with(cfg, block_size=n * unit), alone, world, bound)
-        if not (got and got.fits and suits(got)):
+        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, bound)
+        if not (got and got.untimed.fits and suits(got.untimed)):
             return False
         best = got
         return True
@@ -225,20 +247,20 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
 
 
 def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits) -> Estimate | None:
-    """Of the longest by the bound the Estimate with seconds; of one that is longer, or shorter, as `arena`
-    gives the temporary tensors."""
-    unit, bound = MULTIPLE * most.cfg.cp * most.cfg.tp, fast_arena
-    works = "bounding" if arena is fast_arena else "tracing"
-    with progress(lambda: f"{works} a step of {most.cfg.block_size:,} tokens"):
+    """Of the longest by the bound the Estimate that suits with seconds, too; of one that is longer, or
+    shorter, as `arena` gives the temporary tensors."""
+    cfg, bound = most.decided, fast_arena
+    unit, works = MULTIPLE * cfg.cp * cfg.tp, "bounding" if arena is fast_arena else "tracing"
+    with progress(lambda: f"{works} a step of {cfg.block_size:,} tokens"):
         if arena is not fast_arena:  # the bound is a little above the trace: scale it, then check
             scale = sum(arena(most.cfg, machine)) / sum(fast_arena(most.cfg, machine))
             bound = partial(fast_arena, scale=scale)
             most = longest_by_bound(most.asked, machine, most.world, suits, bound, most) or most
-        n = most.cfg.block_size // unit
+        n = most.decided.block_size // unit
         while n > 0 and (one := config_with(most.decided, block_size=n * unit)):
             got = estimate(one, machine, most.world, arena)
             if got.fits and suits(got):
-                got = replace(got, asked=replace(most.asked, block_size=n * unit), chosen=most.chosen)
+                got = got.but(asked=replace(most.asked, block_size=n * unit), chosen=most.chosen)
                 return with_the_fastest(got, arena, bound)
             n -= max(1, n // 100)
     return None
@@ -249,29 +271,29 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
     """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
     longest first; judged by the fast bound, the longest by `arena`, too. Empty where no layout fits."""
-    every, tried, alone = bounded_layouts(cfg, machine, world, modes), 0, untimed(machine)
+    every, tried = bounded_layouts(cfg, machine, world, modes), 0
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple[object, ...], Estimate] = {}
 
     def length(got: Estimate) -> tuple[int, float]:
-        return got.cfg.block_size, speed(got)
+        return got.decided.block_size, speed(got)
     with progress(lambda: f"--search --max_context: {tried} of {len(every)} layouts tried"):
         for one in every:
             tried += 1
             layout = layout_values(one)
-            others = sorted((got.cfg.block_size for key, got in found.items() if key != layout),
+            others = sorted((got.decided.block_size for key, got in found.items() if key != layout),
                             reverse=True)
-            least = max([*others[best - 1:best], found[layout].cfg.block_size if layout in found else 0])
+            least = max([*others[best - 1:best], found[layout].decided.block_size if layout in found else 0])
             unit, start = MULTIPLE * one.cp * one.tp, None
             if least:  # most layouts end here: with one estimate
                 at_least = config_with(one, block_size=-(-least // unit) * unit)
-                start = estimate_or_none(at_least, alone, world, fast_arena)
-                if not (start and start.fits and suits(start)):
+                start = estimate_or_none(at_least, machine, world, fast_arena)
+                if not (start and start.untimed.fits and suits(start.untimed)):
                     continue
             most = longest_by_bound(one, machine, world, suits, start=start)
-            if most and (layout not in found or length(most) > length(found[layout])):
+            if most and (layout not in found or length(most.untimed) > length(found[layout].untimed)):
                 found[layout] = most
-        taken = sorted(found.values(), key=length, reverse=True)[:best]
+        taken = sorted(found.values(), key=lambda got: length(got.untimed), reverse=True)[:best]
         exact = (with_seconds(got, machine, fast_arena if n else arena, suits) for n, got in enumerate(taken))
         return sorted(filter(None, exact), key=length, reverse=True)
 

@@ -128,17 +128,16 @@ class MetpUnitSeconds(UnitSeconds, MetpSeconds):
         return self.matrices_s("kv") + self.scales_s("kv") + self.first_group_s("kv") + later
 
 
-def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerOfUnits:
     """The seconds of a layer of a config."""
     return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
                                       alpha_mode="per_tensor"), machine, itemsize)
 
 
 @lru_cache(4)  # layouts that differ in stages, modes or the optimizer's place alone follow each other
-def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | LayerOfUnits:
+def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerOfUnits:
     """The same, of keys that count."""
     lengths = subsequence_lengths(cfg)
-    if len(lengths) == 1:
-        return (MetpSeconds if cfg.metp else LayerSeconds)(cfg, machine, itemsize)
-    kind = MetpUnitSeconds if cfg.metp else UnitSeconds
+    alone, several = (MetpSeconds, MetpUnitSeconds) if cfg.metp else (LayerSeconds, UnitSeconds)
+    kind = alone if len(lengths) == 1 else several
     return LayerOfUnits([kind(cfg, machine, itemsize, lengths[:i + 1]) for i in range(len(lengths))])

@@ -182,11 +182,6 @@ class AlphaProblem:
             known[kept] = p.device_bytes(self.tensors)
         return known[kept]
 
-    @property
-    def least_device_bytes(self) -> int:
-        """At alpha = 0."""
-        return self.device_bytes_at(0)
-
     # --- what bounds alpha ---
 
     @cached_property
@@ -223,7 +218,7 @@ class AlphaProblem:
             found = {"overlap": self.mean(hides),
                      "host": min(1.0, (self.host_bytes - least) / (self.needed_bytes(1) - least))}
         if self.device_bytes < inf:
-            least = self.least_device_bytes
+            least = self.device_bytes_at(0)
             more = self.device_bytes_at(self.placement.n_rows) - least
             found["device"] = min(1.0, (self.device_bytes - least) / more) if more else 1.0
         return found
