@@ -11,10 +11,12 @@ for a micro batch of one sequence; larger ones take more.
 from math import fsum
 
 from memo.config import Config
+from memo.estimate.attention_seconds import hop_s, late_hop, own_kernels
 from memo.estimate.hardware import Machine
-from memo.estimate.roofline import LayerSeconds
+from memo.estimate.roofline import total
 from memo.estimate.step_seconds import rows_of_tp_s
-from memo.layer import layer_of
+from memo.estimate.unit_seconds import Block
+from memo.layer import Operation, layer_of
 from memo.layout import Layout
 
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"
@@ -85,29 +87,33 @@ def layer_s(system: str, cfg: Config, machine: Machine) -> tuple[float, float]:
     """Seconds of a layer's (forward, backward) on a rank, of a micro batch. Messages of tp hide as far as the
     machine's figures say, a ring's hops beside attention over the block at hand, Ulysses' all-to-alls not at
     all. A ring sends keys and values, in the backward with their gradients behind them, all in bf16."""
-    layer, ranks = LayerSeconds(cfg, machine, BF16), cfg.cp
-    products = fsum(layer.product_s(op) for op in layer.layer.operations if op.kind in ("column", "row"))
-    late = fsum(layer.message_s(ops) for half in layer.halves for ops in half)
-    kernels, passed = layer.kernels_s(), [*map(layer.copy_s, passes(system, cfg))]
+    layer, ranks = Block(cfg, machine, BF16), cfg.cp
+    linears = [op for op in layer.layer.operations if op.kind in ("column", "row")]
+    products, inputs = total(map(layer.product, linears)), [layer.together(op) for op in linears]
+    late = fsum(layer.input_message(ops).seconds for ops, op in zip(inputs, linears, strict=True)
+                if op is ops[0])
+    kernels = [total(own_kernels(layer, way)) for way in ("forward", "backward")]
+    passed = [layer.copy(elements).seconds for elements in passes(system, cfg)]
     forward = products + late + kernels[0] + passed[0]
-    backward = 2 * products + layer.exposed_in_backward_s() + kernels[1] + passed[1]
+    backward = 2 * products + total(layer.backward_messages()) + kernels[1] + passed[1]
     if ranks == 1:
         return forward, backward
     if system == DEEPSPEED:
         share = layer.row_bytes * (ranks - 1) / ranks
         sent = 2 * fsum(machine.message_s("exchange", width * share, ranks) for width in (layer.Q, layer.KV))
         return forward + sent, backward + sent
-    keys_s, beside = layer.hop_s(2 * layer.KV * layer.row_bytes), [seconds / ranks for seconds in kernels]
-    forward += (ranks - 1) * layer.late_s(keys_s, beside[0])
-    return forward, backward + (2 * layer.late_s(keys_s, beside[1])
-                                + (ranks - 2) * layer.late_s(2 * keys_s, beside[1]))
+    keys_s, beside = hop_s(layer, 2 * layer.KV * layer.row_bytes), [seconds / ranks for seconds in kernels]
+    forward += late_hop(layer, keys_s, beside[0], ranks - 1).seconds
+    return forward, backward + total([late_hop(layer, keys_s, beside[1], 2),
+                                      late_hop(layer, 2 * keys_s, beside[1], ranks - 2)])
 
 
 def head_s(system: str, cfg: Layout, machine: Machine) -> float:
     """Seconds of the final norm, the logits, the loss and their gradients, of all rows at once."""
-    layer = LayerSeconds(cfg, machine, BF16)
+    layer = Block(cfg, machine, BF16)
     V, C, speeds = cfg.padded_vocab_size, cfg.n_embd, machine.speeds
     assert speeds is not None  # seconds are asked for only where they are known
     nbytes = logit_bytes(system, cfg)[1] * layer.rows * V / cfg.tp
-    return (3 * layer.matmul_s(V, C) + speeds.seconds("copy", nbytes, nbytes) + layer.copy_s((2 + 3) * C)
+    logits, passed = layer.product(Operation("column", "x", C, V)), layer.copy((2 + 3) * C)
+    return (3 * logits.seconds + speeds.seconds("copy", nbytes, nbytes) + passed.seconds
             + rows_of_tp_s(cfg, machine, layer.rows, [("gather", BF16 * C), ("scatter", BF16 * C)]))

@@ -25,10 +25,11 @@ from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import arena, budget, calibrate, expected, hardware, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
+from memo.estimate.attention_seconds import own_kernels, ulysses
 from memo.estimate.host import granting
-from memo.estimate.roofline import LayerSeconds
+from memo.estimate.roofline import KERNELS, REST, total
 from memo.estimate.step_seconds import swap_s
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import Block, UnitSeconds, layer_seconds
 from memo.files import keep, kept_json
 from memo.launch import Launch
 from memo.layer import groups_of, n_rows, tensors_of
@@ -379,25 +380,29 @@ def test_what_binds_and_more_hardware_is_never_slower():
 def test_seconds_follow_the_widths_of_the_layer():
     def layer(**keys):
         cfg = load(["config/llama3_8b_1m.py", "--block_size=131072"])
-        return LayerSeconds(replace(cfg, **keys), H100, 2)
+        return Block(replace(cfg, **keys), H100, 2)
+
+    def kernels_s(block):
+        return [total(own_kernels(block, way), KERNELS) for way in ("forward", "backward")]
     got, whole, rows = layer(), layer(n_kv_head=32), 2**17 // 4  # cp=4
     # at eight times the length two heads at a time: keys that four read travel twice
     assert layer(block_size=2**20).kv_bytes == 8 * 2 * got.kv_bytes
     assert got.kv_bytes == 2 * rows * 1024 // 2 * 2 == whole.kv_bytes // 4  # k and v, tp=2, bf16
-    assert got.kernels_s() == whole.kernels_s() == layer(n_inner=4096).kernels_s()
+    assert kernels_s(got) == kernels_s(whole) == kernels_s(layer(n_inner=4096))
     wider = layer(head_dim=256, n_head=32, n_kv_head=4, attention="flash")
     assert wider.attention_flops == 2 * got.attention_flops and wider.kv_bytes == got.kv_bytes
     for group, width in dict(gate_out=14336, up_out=14336, q=4096, k=1024, v=1024).items():
         seconds = 2 * rows * width * 4096 / 2 / H100.speeds.rate("matmul")
-        messages = got.message_s(got.together(got.layer.groups[group]))
-        assert seconds < got.groups_s[group] < 1.1 * seconds + messages
+        messages = got.input_message(got.together(got.layer.groups[group])).seconds
+        assert seconds < UnitSeconds(got).groups_s[group] < 1.1 * seconds + messages
     normed = layer(qk_norm=True)  # rotated with the norms, in attention
-    assert normed.attention_s > got.attention_s and normed.groups_s["q"] < got.groups_s["q"]
-    ulysses, dealt = (layer(tp=1, cp=8, context_parallel="ulysses", n_kv_head=n) for n in (8, 2))
-    assert ulysses.exchanges_s() == dealt.exchanges_s()  # each of two heads goes to four ranks
+    with_norms, without = UnitSeconds(normed), UnitSeconds(got)
+    assert with_norms.attention_s > without.attention_s and with_norms.groups_s["q"] < without.groups_s["q"]
+    all_heads, dealt = (layer(tp=1, cp=8, context_parallel="ulysses", n_kv_head=n) for n in (8, 2))
+    assert ulysses(all_heads) == ulysses(dealt)  # each of two heads goes to four ranks
     gated = 3 * 14336 * rows // 2 * 2 / H100.speeds.rate("memory")
     output = got.layer.operations[-1]
-    assert gated < got.operation_s(output) - got.product_s(output) - got.message_s([output]) < 1.5 * gated
+    assert gated < total(got.operation(output), REST) - got.product(output).seconds < 1.5 * gated
 
 
 def test_mfu_by_kernel_is_that_of_the_page_and_of_a_calculation_by_hand():
@@ -481,7 +486,8 @@ def test_seconds_of_metp_follow_ranks_context_and_links():
     # groups of four heads that share one of keys make keys and values alone; thinner ones, once each
     grouped = load(["config/llama3_8b_1m.py", "--tp=8", "--cp=1"])
     few, many = (metp_seconds(grouped, head_groups=n) for n in (8, 32))
-    assert many.kv_bytes == 4 * few.kv_bytes and many.made_s("qkv") > few.made_s("qkv")
+    few, many = few.unit, many.unit
+    assert many.kv_bytes == 4 * few.kv_bytes and total(many.made("qkv")) > total(few.made("qkv"))
     # what the backward makes again: q, k, v and the hidden tensors, but not attention
     alone, whole = metp_seconds(cfg, tp=1, head_groups=8), layer_seconds(replace(cfg, tp=1), H100, 2)
     products = 2 * 2**20 * cfg.n_embd * (3 * cfg.n_embd + 2 * cfg.n_inner) / H100.speeds.rate("matmul")
@@ -495,7 +501,7 @@ def test_metp_recomputes_mid_alone_or_attention_with_all_that_it_takes():
     mid, half, attention = (got.recompute_s({name: slice(0, rows)}) for name, rows in
                             (("mid", N), ("mid", N // 2), ("attn_out", N)))
     assert got.recompute_s({}) == 0 and mid == got.groups_s["mid"] and attention == got.attention_s
-    assert mid / 2 < half < mid / 2 + got.every_s("broadcast", "qkvp")
+    assert mid / 2 < half < mid / 2 + got.unit.every_s("broadcast", "qkvp")
     both = got.recompute_s({"attn_out": slice(0, N), "mid": slice(0, N)})
     assert attention < both <= attention + mid and both < got.forward_s
 

@@ -7,9 +7,11 @@ from bench.papers.page import DRY, MILLION, Part, cell, points, thousands
 from bench.papers.rivals import A800, of_rival
 from memo.choose import degrees_of
 from memo.estimate.arena import fast_arena
+from memo.estimate.attention_seconds import own_kernels
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of
+from memo.estimate.roofline import total
 from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import tensors_of
@@ -34,7 +36,8 @@ def of_a_layer(S):
     cfg = Layout.of(paper_config("7B", S))
     layer, node = layer_seconds(cfg, A800, BF16), A800.node
     nbytes = sum(t.nbytes for t in tensors_of(cfg, BF16).values())
-    return layer.forward_s, layer.units[0].kernels_s()[0], nbytes / node.pcie_bytes_per_s
+    kernels_s = total(own_kernels(layer.units[0].unit, "forward"))
+    return layer.forward_s, kernels_s, nbytes / node.pcie_bytes_per_s
 
 
 def figure6():

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 
 from bench.papers.page import SIMULATED, Part
 from memo.estimate import hardware
-from memo.estimate.unit_seconds import UnitSeconds
+from memo.estimate.unit_seconds import Block, UnitSeconds
 from memo.formulas import layer_forward_terms
 from memo.layer import KEYS_VALUES, layer_of
 from memo.layout import Layout
@@ -60,7 +60,7 @@ class Stage:
                                 subsequence_cut="flops", unit_order="subsequence")
         self.N, self.lengths = N, cut(cfg, ALIGNED * cfg.block_multiple)
         self.sizes = [activation_bytes(cfg, n) for n in self.lengths]
-        units = [UnitSeconds(cfg, A100, BF16, self.lengths[:i + 1]) for i in range(N)]
+        units = [UnitSeconds(Block(cfg, A100, BF16, self.lengths[:i + 1])) for i in range(N)]
         self.forward_s, self.backward_s = ([LAYERS * getattr(u, way) for u in units]
                                            for way in ("forward_s", "backward_s"))
 

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
-from memo.backends import check_matmul
+from memo.backends import check_matmul, kernel_of
 from memo.bubbles import StageFacts, with_bubbles
 from memo.choose import Judged, choose
 from memo.config import Config
@@ -20,9 +20,8 @@ from memo.estimate.hardware import GIB, Machine
 from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, least_s, pipeline_s
 from memo.estimate.regions import Line, Stage, activation_lines, cpu_spare, lane_bytes, states
-from memo.estimate.roofline import LayerOfUnits
 from memo.estimate.step_seconds import state_seconds, step_s
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
 from memo.layout import Layout, degrees
@@ -61,6 +60,7 @@ class Estimate:
         cfg, machine = self.decided, self.machine
         self.dp = degrees(cfg, self.world)
         check_matmul(cfg, machine.capability, self.itemsize)
+        kernel_of(cfg, machine)
         if not cfg.vocab_size:
             raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
 
@@ -205,7 +205,7 @@ class Estimate:
     # --- seconds ---
 
     @property
-    def layer(self) -> LayerOfUnits | None:
+    def layer(self) -> LayerSeconds | None:
         """Seconds of a layer, where speeds are known."""
         return modelled_layer(self.decided, self.machine)
 
@@ -311,7 +311,7 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
-def modelled_layer(cfg: Layout, machine: Machine) -> LayerOfUnits | None:
+def modelled_layer(cfg: Layout, machine: Machine) -> LayerSeconds | None:
     """Seconds of a layer, where speeds are known."""
     itemsize = itemsize_of(cfg, machine)
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize

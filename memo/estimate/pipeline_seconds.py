@@ -7,7 +7,6 @@ from math import fsum
 
 from memo.estimate.hardware import Machine, Speeds
 from memo.estimate.regions import Stage
-from memo.estimate.roofline import LayerOfUnits
 from memo.estimate.step_seconds import (
     Ends,
     Lanes,
@@ -18,6 +17,7 @@ from memo.estimate.step_seconds import (
     optimizer_s,
     stage_seconds,
 )
+from memo.estimate.unit_seconds import LayerSeconds
 from memo.flat import layer_numel
 from memo.layer import INPUT, n_rows, tensors_of
 from memo.layout import Layout
@@ -70,7 +70,7 @@ def lanes_of(cfg: Layout, machine: Machine, world: int, speeds: Speeds) -> Lanes
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerOfUnits) -> list[Times]:
+                   layer: LayerSeconds) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
     seconds = [stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                              machine.node.pcie_bytes_per_s,
@@ -80,14 +80,14 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerOfUnits) -> list[list[Span]]:
+                   layer: LayerSeconds) -> list[list[Span]]:
     """The same as spans of each stage."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
 
 
-def least_s(stages: Sequence[Stage], world: int, layer: LayerOfUnits) -> float:
+def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
     """Seconds that a step takes at least: the last stage waits for the first subsequence, the first stage
     for the last one, and each computes all."""
     layers, units = [stage.placement.n_layer for stage in stages], layer.units
@@ -100,7 +100,7 @@ def least_s(stages: Sequence[Stage], world: int, layer: LayerOfUnits) -> float:
 
 
 def pipeline_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-               layer: LayerOfUnits) -> dict[str, float]:
+               layer: LayerSeconds) -> dict[str, float]:
     """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits
     for another one, or has nothing left to do. Micro batches follow each other, for no stage begins one
     before it has ended the one before; gradients and optimizer are those of the slowest stage."""

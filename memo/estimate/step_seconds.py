@@ -8,7 +8,8 @@ from math import inf, sqrt
 from typing import NamedTuple, Protocol
 
 from memo.estimate.hardware import Machine, Speeds
-from memo.estimate.roofline import LayerOfUnits, norm_of, units_of_passes
+from memo.estimate.roofline import norm_of, units_of_passes
+from memo.estimate.unit_seconds import LayerSeconds
 from memo.flat import bucket_numels, weights_in_turns
 from memo.layer import CHUNK_ROWS, Tensor, head_rows, logit_bytes, tensors_of
 from memo.layout import Layout
@@ -304,7 +305,7 @@ def micros_of_rank(cfg: Layout, world: int) -> int:
 
 
 def step_s(cfg: Layout, machine: Machine, world: int, itemsize: int,
-           layer: LayerOfUnits, placement: Placement, numel: int) -> dict[str, float]:
+           layer: LayerSeconds, placement: Placement, numel: int) -> dict[str, float]:
     """{part: seconds} of a step in one stage, which add up to its "step"."""
     p, tensors, micros = placement, tensors_of(cfg, itemsize), micros_of_rank(cfg, world)
     computed = compute_seconds(p, layer.units, state_seconds(cfg, machine, layer.speeds, world, itemsize))

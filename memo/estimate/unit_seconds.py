@@ -1,143 +1,207 @@
-"""Seconds of a layer at one of several subsequences, whose queries meet the keys and values of all
-subsequences up to it (memo/parallel/prefix.py)."""
+"""What a unit costs by tensor parallelism, and the seconds of a layer and of its units, of which there is one
+a subsequence: the sums of their Costs."""
 
-from collections import Counter
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import fsum
 
+from memo.estimate.attention_seconds import attention, dealing
 from memo.estimate.hardware import Machine
-from memo.estimate.metp_seconds import MetpSeconds
-from memo.estimate.roofline import LayerOfUnits, LayerSeconds, norm_of
-from memo.layer import keys_dealt
+from memo.estimate.metp_seconds import Metp
+from memo.estimate.roofline import (
+    ADDING,
+    GRADIENT_BYTES,
+    KERNELS,
+    MESSAGES,
+    ROUNDING,
+    SCALE_BYTES,
+    TURNING_GRADIENT,
+    TURNING_INPUT,
+    Cost,
+    Unit,
+    total,
+)
+from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.layout import Layout
 from memo.subsequences import subsequence_lengths
 
 
-class UnitSeconds(LayerSeconds):
-    """See LayerSeconds. Sizes are those of the subsequence; attention grows with those `before`."""
+class Block(Unit):
+    """The Costs of a unit by tensor parallelism."""
 
-    def set_seconds(self) -> None:
-        super().set_seconds()
-        copied = self.copy_s(2 * self.C)  # the input between the stream and the unit, and dx back
-        self.forward_s, self.backward_s = self.forward_s + copied, self.backward_s + copied
-        self.messages_s -= self.merging_s("forward") + self.merging_s("backward")
-        dealing = self.dealing_s() if self.ulysses else 0.0  # of k and v, once
-        self.forward_s, self.messages_s = self.forward_s + dealing, self.messages_s + dealing
-        if self.layer.head_norms:  # their backward wants keys as they were before these
-            self.backward_s += self.keys_again_s("k")
-            self.messages_s += self.keys_messages_s("k")
-        self.sweep_s = self.pass_s(f"{norm_of(self.cfg)} forward", self.C) + self.keys_again_s("kv") + dealing
+    # --- products and their messages ---
 
-    def keys_again_s(self, names: str) -> float:
-        """Seconds to make k, or k and v, from the norm's output when nothing else is."""
-        return fsum(map(self.operation_s, self.layer.keys[:len(names)])) + self.keys_messages_s(names)
-
-    def keys_messages_s(self, names: str) -> float:
-        """Exposed seconds of messages among them."""
-        return self.message_s([*self.layer.keys[:len(names)]])
+    def together(self, op: Operation) -> list[Operation]:
+        """The products that share the message of op's input."""
+        return [other for other in self.layer.operations
+                if (other.kind, other.reads) == (op.kind, op.reads)]
 
     @property
-    def ulysses(self) -> bool:
-        return self.ring > 1 and self.cfg.context_parallel == "ulysses"
+    def pieces(self) -> int:
+        """Pieces of a rank's own rows, as tp.in_turns cuts them."""
+        at_once = 2 if self.tp > 1 and not self.machine.cpu else 1
+        return max(1, min(self.rows // self.tp // SPLIT_ROWS,
+                          max(at_once, -(-at_once * self.rows // CHUNK_ROWS))))
 
     @property
-    def dealt(self) -> int:
-        """Width of keys in the pieces of all ranks."""
-        return keys_dealt(self.cfg) * self.KV
+    def inputs(self) -> list[tuple[str, float]]:
+        """Messages of a product's input: (op, elements of the run's dtype a row)."""
+        fp8 = [("gather", self.C / self.itemsize), ("gather", SCALE_BYTES / self.itemsize)]
+        return fp8 if self.cfg.matmul == "fp8" else [("gather", self.C)]
 
-    def dealing_s(self) -> float:
-        """Seconds of the all-to-alls of k and v, or of their gradients."""
-        return 2 * self.exchange_s(self.dealt, 1)
+    def messages(self, products: Iterable[Operation], messages: Sequence[tuple[str, float]],
+                 times: int = 1) -> Cost:
+        """Gathers and scattered sums of all rows, (op, elements a row), beside products, each of them so many
+        times. Rows go piece by piece, on a GPU two under way: at best the first message of the first piece is
+        exposed, and the seconds by which all messages take longer than the computing."""
+        if self.tp == 1:
+            return Cost(0.0, MESSAGES)
+        pieces = self.pieces
+        piece = self.row_bytes * (self.tp - 1) / pieces  # bytes of one element of each row
+        seconds = [pieces * self.machine.message_s(op, width * piece, self.tp) for op, width in messages]
+        beside_s = times * total(map(self.product, products))
+        return self.late(sum(seconds), beside_s, None if pieces > 1 else 0.0, seconds[0] / pieces)
 
-    def before_s(self, way: str) -> float:
-        """Seconds of attention's kernels over the keys of all subsequences before."""
-        return self.before_by_way[way]
+    def input_message(self, ops: Sequence[Operation]) -> Cost:
+        """The message of operations with one input, or of the sum that a row product gives."""
+        return self.messages(ops, self.inputs if ops[0].kind == "column" else [("scatter", self.C)])
 
-    @cached_property
-    def before_by_way(self) -> dict[str, float]:
-        lengths = Counter(self.before)
-        return {way: fsum(times * self.kernel_s(way, self.attention_flops * 2 * n / self.S, n, full=True)
-                          for n, times in lengths.items()) for way in ("forward", "backward")}
+    def backward_messages(self) -> list[Cost]:
+        """The messages of a backward: of the half behind attention, then of the one before it, each from its
+        last product to its first. A row product gathers its gradient; column products of one input gather
+        that input again and scatter the sum of its gradients."""
+        products = [op for op in self.layer.operations if op.kind in ("column", "row")]
+        before, costs = self.together(products[0]), list[Cost]()
+        for half in (products[len(before):], before):
+            messages: list[tuple[str, float]] = []
+            for op in reversed(half):
+                if op.kind == "row":
+                    messages.append(("gather", self.C))
+                elif op is self.together(op)[0]:
+                    messages += [*self.inputs, ("scatter", self.C)]
+            costs.append(self.messages(half, messages, 2))
+        return costs
 
-    def kernels_s(self) -> list[float]:
-        return [own + self.before_s(way)
-                for own, way in zip(super().kernels_s(), ("forward", "backward"), strict=True)]
+    def rounding(self, op: Operation, way: str) -> list[Cost]:
+        """What FP8 products do beside a product: with an input once for all that have it. Own rows are
+        rounded before a gather, the gathered rows of a gradient behind it."""
+        if self.cfg.matmul != "fp8":
+            return []
+        column, weights, together = op.kind == "column", op.gives * op.takes / self.tp, self.together(op)
+        costs = [self.matrix_copy(ROUNDING * weights)] * self.pieces
+        if way == "forward":
+            rounded = self.copy(ROUNDING * op.takes).seconds / (len(together) if column else 1)
+            residual = not column and self.tp == 1  # which is added behind the product
+            return [*costs, Cost(rounded), *[self.copy(ADDING * op.gives)] * residual]
+        x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
+        costs += [self.copy((ROUNDING + TURNING_GRADIENT) * dy), self.copy(TURNING_INPUT * x)]
+        if column and op is not together[0]:  # its gradient is added to that of the first
+            costs.append(self.copy(ADDING * x))
+        if self.cfg.ops != "te":
+            costs += [self.matrix_copy(GRADIENT_BYTES / self.itemsize * weights)] * self.pieces
+        return costs
 
-    def passing_s(self, way: str, leaving: float, home: float) -> float:
-        """Exposed seconds of what passes the ring: `leaving` bytes of queries, and their sums on the way
-        home, a rank behind. The first hop hides behind the own queries' pieces before, the last one behind
-        their own piece."""
-        before, own = self.before_s(way) / self.ring, super().kernels_s()[way == "backward"] / self.ring
-        leave, come = self.hop_s(leaving), self.hop_s(home)
-        between = (self.ring - 2) * self.late_s(leave + come, before + own)
-        return self.late_s(leave, before) + between + self.late_s(come, own)
+    # --- the passes ---
 
-    def merging_s(self, way: str) -> float:
-        """Seconds to merge partial results, and to add up partial gradients, in fp32."""
-        n, p = len(self.before) + 1, 1 if self.ulysses else self.ring
-        # of a visitor's own piece half of the queries meet a rank before it
-        merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
-        if way == "forward":  # 6: to fp32 and back
-            return self.copy_s(6 * self.Q) + merges * self.pass_s("merge", self.Q) if merges else 0.0
-        keys = p * (1 + sum(self.before) / self.S)  # pieces whose sums grow, in units of the own one
-        added = 1 + 8 // self.itemsize
-        return self.copy_s((2 + added * merges) * self.Q + (2 + added * keys) * 2 * self.KV)
+    def operation(self, op: Operation) -> list[Cost]:
+        """An operation of the forward on all rows, with its part of the message of its input. Keys and values
+        in no group need none: they are made with the queries."""
+        if op.kind == "norm":
+            return [self.norm("forward")]
+        if op.kind == "activation":
+            return [self.elementwise("gelu forward", op.takes + op.gives)]
+        ops, costs = self.together(op), [self.product(op), *self.rounding(op, "forward")]
+        message = self.input_message(ops).seconds
+        if op.kind == "row":  # residual + x w^T: each of the tp ranks has a part of the sum
+            costs += [self.copy(3 * op.gives)] * (self.tp > 1)
+            costs += [self.kernel_pass("swiglu forward", op.takes)] * op.gated
+            return [*costs, Cost(message, MESSAGES)]
+        sharing = [one for one in ops if all(one is not key for key in self.layer.keys)]
+        part = sum(one is op for one in sharing) / len(sharing)
+        return [*costs, *[self.kernel_pass("rotary", op.gives)] * op.rotary, Cost(part * message, MESSAGES)]
 
-    def attention_forward_s(self) -> float:
-        seconds = self.kernels_s()[0] + self.merging_s("forward")
-        if self.ulysses:  # q and out
-            return seconds + 2 * self.exchange_s(self.Q, self.turns)
-        if self.ring > 1:
-            fp32 = self.row_bytes * 4 // self.itemsize
-            lse = fp32 * self.layer.heads
-            seconds += self.passing_s("forward", self.Q * self.row_bytes, self.Q * fp32 + lse)
-        return seconds
+    def attend(self) -> list[Cost]:
+        """attn_out from q, k and v."""
+        return [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward")]
 
-    def attention_backward_s(self) -> float:
-        seconds = self.kernels_s()[1] + self.merging_s("backward")
-        if self.ulysses:  # dout, q, out and dq; dk and dv
-            return seconds + 4 * self.exchange_s(self.Q, self.turns) + self.dealing_s()
-        if self.ring > 1:
-            fp32 = self.row_bytes * 4 // self.itemsize
-            leaving = 3 * self.Q * self.row_bytes + fp32 * self.layer.heads
-            seconds += self.passing_s("backward", leaving, self.Q * fp32)
-        return seconds
+    def forward(self) -> list[Cost]:
+        return [*self.attend(), *(cost for op in self.layer.operations for cost in self.operation(op))]
 
+    def backward(self) -> list[Cost]:
+        """dx and dw of each product; what is made again for them."""
+        costs = attention(self)[1]
+        for op in self.layer.operations:
+            if op.kind == "norm":
+                costs.append(self.norm("backward"))
+            elif op.kind == "activation":
+                costs.append(self.elementwise("gelu backward", 2 * op.gives + op.takes))
+            else:
+                costs += [*[self.product(op)] * 2, *self.rounding(op, "backward")]
+            if op.gated:
+                costs += [self.kernel_pass(f"swiglu {way}", op.takes) for way in ("forward", "backward")]
+            costs += [self.kernel_pass("rotary", op.gives)] * op.rotary
+        if self.at_once < self.cfg.n_head // self.tp:
+            costs.append(self.copy(2 * (self.Q + 2 * self.KV)))  # a group's dq, dk, dv go where q, k, v were
+        costs += [*self.head_norms("forward"), *self.head_norms("backward")]
+        return costs + self.backward_messages()
 
-class MetpUnitSeconds(UnitSeconds, MetpSeconds):
-    """See MetpSeconds. The matrices travel once a unit. Keys and values are kept: the backward makes queries
-    again alone, and of the groups that read the same keys one makes these."""
-
-    again = "q"
-
-    @property
-    def keyed(self) -> int:
-        return min(self.groups, self.layer.kv_heads)
-
-    def keys_again_s(self, names: str) -> float:
-        return self.made_s(names) + self.keys_messages_s(names)
-
-    def keys_messages_s(self, names: str) -> float:
-        """In a backward the matrices are there; in a sweep they travel, with the rounding before."""
-        return 0.0 if names == "k" else self.sweeps_matrices_s()
-
-    def sweeps_matrices_s(self) -> float:
-        """Exposed seconds of what a sweep sends, with the rounding before."""
-        step = self.made_s("kv") / self.keyed
-        later = (self.keyed - 1) * self.exposed_beside(self.group_s("broadcast", "kv"), step)
-        return self.matrices_s("kv") + self.scales_s("kv") + self.first_group_s("kv") + later
+    def keys_again(self, names: str) -> list[Cost]:
+        """k, or k and v, from the norm's output when nothing else is made."""
+        keys = self.layer.keys[:len(names)]
+        return [*(cost for op in keys for cost in self.operation(op)), self.input_message(keys)]
 
 
-def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerOfUnits:
+class UnitSeconds:
+    """Seconds of a unit: a UnitRates (step_seconds.py). `groups_s`: to rebuild all rows of each group, and
+    `attention_s` those of attention's output; `sweep_s`: to make keys and values again; `messages_s`: the
+    exposed seconds of forward and backward."""
+
+    def __init__(self, unit: Block | Metp) -> None:
+        self.unit, u = unit, unit
+        forward, backward, sweep = u.forward(), u.backward(), list[Cost]()
+        if u.several:
+            copied = u.copy(2 * u.C)  # the input between the stream and the unit, and dx back
+            forward += [copied, *dealing(u)]
+            backward += [copied, *(u.keys_again("k") if u.layer.head_norms else ())]  # as before their norms
+            sweep = [u.norm("forward"), *u.keys_again("kv"), *dealing(u)]
+        self.forward_s, self.backward_s, self.sweep_s = map(total, (forward, backward, sweep))
+        self.attention_kernels_s, self.messages_s = (total(forward + backward, part)
+                                                     for part in (KERNELS, MESSAGES))
+        if isinstance(u, Metp):
+            self.groups_s, self.attention_s = {"mid": total(u.rebuilt(0, 1))}, total(u.rebuilt(1, 0))
+        else:
+            self.groups_s = {group: total(u.operation(op)) for group, op in u.layer.groups.items()}
+            self.attention_s = total(u.attend())
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""
+        part = {name: (r.stop - r.start) / self.unit.own for name, r in missing.items()}
+        if isinstance(self.unit, Metp):
+            return total(self.unit.rebuilt(part.get(ATTENTION, 0.0), part.get("mid", 0.0)))
+        groups_s: float = sum(part.get(group, 0.0) * s for group, s in self.groups_s.items())
+        return groups_s + (self.attention_s if part.get(ATTENTION) else 0.0)
+
+
+class LayerSeconds:
+    """Seconds of a layer: the sums of those of its `units`, one a subsequence."""
+
+    def __init__(self, units: Sequence[UnitSeconds]) -> None:
+        self.units, self.speeds = units, units[0].unit.speeds
+        self.forward_s, self.backward_s, self.attention_kernels_s, self.messages_s = (
+            fsum(getattr(unit, name) for unit in units)
+            for name in ("forward_s", "backward_s", "attention_kernels_s", "messages_s"))
+        self.groups_s = {group: fsum(unit.groups_s[group] for unit in units) for group in units[0].groups_s}
+
+
+def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
     """The seconds of a layer of a config."""
     return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
                                       alpha_mode="per_tensor"), machine, itemsize)
 
 
 @lru_cache(4)  # layouts that differ in stages, modes or the optimizer's place alone follow each other
-def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerOfUnits:
-    """The same, of keys that count."""
-    lengths = subsequence_lengths(cfg)
-    alone, several = (MetpSeconds, MetpUnitSeconds) if cfg.metp else (LayerSeconds, UnitSeconds)
-    kind = alone if len(lengths) == 1 else several
-    return LayerOfUnits([kind(cfg, machine, itemsize, lengths[:i + 1]) for i in range(len(lengths))])
+def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
+    """Those of keys that count."""
+    lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
+    ends = range(1, len(lengths) + 1) if len(lengths) > 1 else (0,)
+    return LayerSeconds([UnitSeconds(kind(cfg, machine, itemsize, lengths[:end])) for end in ends])
