@@ -39,7 +39,7 @@ from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.calibrate import attentions, matmuls, row_passes
-from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
 from memo.layout import Layout
@@ -126,8 +126,8 @@ def simulated_s(cfg, placement, rates):
     """Seconds of all layers' forward and backward."""
     units = rates.units or [MeasuredUnit(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
                                          rates.recompute_s)]
-    return sum(swap_s(placement, tensors_of(cfg, 4), compute_seconds(placement, units),
-                      rates.offload_bytes_per_s)[:2])
+    return sum(layers_s(placement, step_seconds(placement, tensors_of(cfg, 4), units,
+                                                rates.offload_bytes_per_s))[:2])
 
 
 # --- what is run ---

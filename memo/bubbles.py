@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 
 from memo.decide import STALL, Placed, Rates, Room, decide, largest_part, problems_of
-from memo.estimate.step_seconds import Ends, stage_seconds
+from memo.estimate.step_seconds import Ends, step_seconds
 from memo.formulas import head_share
 from memo.layer import tensors_of
 from memo.layout import Layout
@@ -43,8 +43,8 @@ class StageFacts:
         """-> what gives the seconds of a step of the stage's schedule."""
         assert self.rates is not None and self.ends is not None
         rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
-        return stage_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
-                             self.ends)
+        return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
+                            ends=self.ends)
 
     def alone(self) -> Placed:
         """What the stage decides for itself. Errors: OutOfHostMemory."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import inf
 
-from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, compute_seconds, rates_of, swap_s
+from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
 from memo.subsequences import subsequence_lengths
@@ -174,8 +174,8 @@ def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
     def simulated(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
-        forward, backward, stall = swap_s(placement, problem.tensors,
-                                          compute_seconds(placement, rates.units, rates.states), rate)
+        forward, backward, stall = layers_s(placement, step_seconds(
+            placement, problem.tensors, rates.units, rate, rates.states))
         return forward + backward, stall, placement, plan
     fastest = simulated(1.0)
     if fastest[1] > STALL * fastest[0]:

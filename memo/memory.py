@@ -27,10 +27,9 @@ from memo.estimate.arena import head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.hardware import NODES, Machine
 from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stage_state_bytes
-from memo.estimate.regions import Line, activation_lines, cpu_spare, states
+from memo.estimate.regions import Line, activation_lines, cpu_spare, micros_of_rank, states
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.report import billions
-from memo.estimate.step_seconds import micros_of_rank
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.layout import Layout

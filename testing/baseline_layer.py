@@ -13,8 +13,8 @@ from math import fsum
 from memo.config import Config
 from memo.estimate.attention_seconds import hop_s, late_hop, own_kernels
 from memo.estimate.hardware import Machine
+from memo.estimate.pipeline_seconds import rows_of_tp_s
 from memo.estimate.roofline import total
-from memo.estimate.step_seconds import rows_of_tp_s
 from memo.estimate.unit_seconds import Block
 from memo.layer import Operation, layer_of
 from memo.layout import Layout

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from memo.choose import degrees_of
 from memo.config import Config
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from memo.estimate.pipeline_seconds import hop_s
+from memo.estimate.pipeline_seconds import data_s, embedding_s, hop_s, optimizer_s
 from memo.estimate.search import config_with
-from memo.estimate.step_seconds import data_s, embedding_s, optimizer_s
 from memo.formulas import mfu, tgs
 from memo.layer import layer_of
 from memo.layout import Layout
@@ -173,21 +172,20 @@ def step_s(one: RivalLayout, machine: Machine, recompute: Recompute) -> float:
     """Seconds of a step. Messages of data parallelism hide as memo's do; Megatron-LM does so with
     --overlap-grad-reduce and --overlap-param-gather, and scales its gradients before
     (megatron/core/distributed/param_and_grad_buffer.py)."""
-    cfg, world, speeds = one.cfg, one.world, machine.speeds
-    assert speeds is not None  # seconds are asked for only where they are known
+    cfg, world = one.cfg, one.world
     forward, backward = layers_s(one, machine, recompute)
     stages = [forward + backward] * cfg.pp
     if cfg.pp > 1:  # no work is beside x and dx
         hops = 2 * hop_s(machine, world, cfg.pp, 0, BF16 * one.rows * cfg.n_embd / cfg.tp)
         stages = [seconds + hops for seconds in stages]
-    stages[0] += embedding_s(cfg, machine, speeds, BF16)
+    stages[0] += embedding_s(cfg, machine, BF16)
     stages[-1] += head_s(one.system, cfg, machine)
     numel = one.stage_layers * layer_of(cfg).matrix_elements + cfg.padded_vocab_size * cfg.n_embd
     numel, data = (numel // world, 1) if one.system == DEEPSPEED else (numel // cfg.tp, one.dp * cfg.cp)
     ranks, scaled = min(world, machine.node.gpus_per_node), 2 * FP32 * numel * (data > 1)
-    return (in_turns_s(stages, one.micros) + speeds.seconds("copy", scaled, scaled)
+    return (in_turns_s(stages, one.micros) + machine.seconds("copy", scaled, scaled)
             + data_s(cfg, machine, numel, BF16, data, world, forward, backward)
-            + optimizer_s(cfg, machine, speeds, numel, BF16, data, ranks, forward))
+            + optimizer_s(cfg, machine, numel, BF16, data, ranks, forward))
 
 
 # --- the fastest ---

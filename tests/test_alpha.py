@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
-from memo.estimate.step_seconds import StateSeconds, compute_seconds, swap_s
+from memo.estimate.step_seconds import StateSeconds, layers_s, step_seconds
 from memo.layer import decoder_layer, groups_of, tensors_of
 from memo.layout import Layout
 from memo.profiler import MeasuredUnit
@@ -303,8 +303,8 @@ def rates_of(cfg, rate, backward=2.0, recompute=0.5):
 
 def step_of(placement, tensors, rates):
     """(seconds, of which waiting)."""
-    seconds = compute_seconds(placement, rates.units, rates.states)
-    forward, backward, stall = swap_s(placement, tensors, seconds, rates.offload_bytes_per_s)
+    forward, backward, stall = layers_s(placement, step_seconds(
+        placement, tensors, rates.units, rates.offload_bytes_per_s, rates.states))
     return forward + backward, stall
 
 
@@ -405,7 +405,7 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
         assert travels[i] <= min(A[i], link) + 1
     assert len(travels) == N - 2 and rests[-2:] == [0, 0]  # the last ones stay in their buffers
     units = [MeasuredUnit(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
-    forward, backward, stall = swap_s(placement, problem.tensors, compute_seconds(placement, units), link)
+    forward, backward, stall = layers_s(placement, step_seconds(placement, problem.tensors, units, link))
     assert (forward, backward, stall) == (N, 2 * N, 0)
     resident = sum(rests)
     if resident:  # on a device with half the room half as many rows stay

@@ -10,7 +10,7 @@ import pytest
 import train
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.decide import Rates, Room
-from memo.estimate.step_seconds import Ends, compute_seconds, swap_s
+from memo.estimate.step_seconds import Ends, layers_s, step_seconds
 from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
@@ -55,8 +55,8 @@ def seconds(stages, answers):
 
 def alone_s(stage, placement):
     """Totals of a stage that waits for nobody."""
-    return swap_s(placement, tensors_of(stage.cfg, 4), compute_seconds(placement, stage.rates.units),
-                  stage.rates.offload_bytes_per_s)
+    return layers_s(placement, step_seconds(placement, tensors_of(stage.cfg, 4), stage.rates.units,
+                                            stage.rates.offload_bytes_per_s))
 
 
 def test_a_copy_that_hides_in_the_bubble_alone():

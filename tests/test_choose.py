@@ -19,7 +19,7 @@ from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.search import estimate_or_none, longest
-from memo.estimate.step_seconds import compute_seconds, swap_s
+from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
 from memo.layout import Layout
@@ -182,7 +182,7 @@ def simulated(room, rate):
             return Judged(0.0, inf, "the host")
         tensors = tensors_of(one, 2)
         over = placement.device_bytes(tensors) - room.spare_bytes
-        forward, backward, _ = swap_s(placement, tensors, compute_seconds(placement, layer.units), rate)
+        forward, backward, _ = layers_s(placement, step_seconds(placement, tensors, layer.units, rate))
         return Judged(forward + backward, max(0, over), "the device")
     return judge
 
@@ -211,8 +211,8 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
                     continue
                 tensors = tensors_of(one, 2)
                 if placement.device_bytes(tensors) <= room.spare_bytes:
-                    best = min(best, sum(swap_s(placement, tensors, compute_seconds(placement, costs.units),
-                                                rate)[:2]))
+                    seconds = step_seconds(placement, tensors, costs.units, rate)
+                    best = min(best, sum(layers_s(placement, seconds)[:2]))
     assert best < inf and got.seconds <= 1.03 * best
 
 

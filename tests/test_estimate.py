@@ -28,7 +28,7 @@ from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, tra
 from memo.estimate.attention_seconds import own_kernels, ulysses
 from memo.estimate.host import granting
 from memo.estimate.roofline import KERNELS, REST, total
-from memo.estimate.step_seconds import swap_s
+from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.estimate.unit_seconds import Block, UnitSeconds, layer_seconds
 from memo.files import keep, kept_json
 from memo.launch import Launch
@@ -351,9 +351,10 @@ def test_the_schedule_event_by_event(n_buffers, rate):
     p = Placement(8, n_buffers, N, {"gelu_out": N // 2, "fc1_out": 0}, input_only=2)
     recompute_s = [0.003 * (i % 3) * bool(p.missing(i)) for i in range(8)]
 
-    def compute_s(step):
-        return dict(forward=0.01, backward=0.02, recompute=recompute_s[step.unit[0]]).get(step.kind, 0)
-    forward, backward, stall = swap_s(p, tensors, compute_s, rate)
+    unit = SimpleNamespace(forward_s=0.01, backward_s=0.02, recompute_s=lambda missing: 0.0)
+    seconds = step_seconds(p, tensors, [unit], rate)
+    forward, backward, stall = layers_s(p, lambda step: (
+        recompute_s[step.unit[0]] if step.kind == "recompute" else seconds(step)))
     args = p, tensors, 0.01, 0.02, recompute_s.__getitem__, rate
     assert (forward, backward) == pytest.approx(by_events(*args))
     assert forward + backward == pytest.approx(8 * 0.03 + sum(recompute_s) + stall)

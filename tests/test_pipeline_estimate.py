@@ -135,7 +135,7 @@ def fed(pp, N, layers=2, **keys):
     cfg = Layout(**SHAPE | dict(n_layer=pp * layers, pp=pp, subsequences=N, unit_order="subsequence",
                                 vocab_size=1, n_embd=512, batch_size=4) | keys)
     unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0)
-    layer = SimpleNamespace(units=[unit] * N, speeds=H100.speeds, attention_kernels_s=N * 1.0, messages_s=0.0)
+    layer = SimpleNamespace(units=[unit] * N, attention_kernels_s=N * 1.0, messages_s=0.0)
     stages = []
     for one in cfg.every_stage:
         assert len(one.layers) == layers
@@ -145,7 +145,7 @@ def fed(pp, N, layers=2, **keys):
         stages.append(regions.Stage(one, 10**6, (), p, None, None))
     free = dict.fromkeys(("hop_s", "head_s", "embedding_s"), lambda *_: 0.0)
     with patch.multiple(pipeline_seconds, **free):
-        return pipeline_seconds.pipeline_s(stages, H100, pp, 2, layer)
+        return pipeline_seconds.step_s(stages, H100, pp, 2, layer)
 
 
 @pytest.mark.parametrize("pp,N", [(2, 2), (2, 8), (3, 4), (4, 16)])

@@ -15,7 +15,8 @@ import torch
 from memo.decide import Room, problem_of
 from memo.estimate import calibrate
 from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
-from memo.estimate.step_seconds import compute_seconds, embedding_s, head_s
+from memo.estimate.pipeline_seconds import embedding_s, head_s
+from memo.estimate.step_seconds import step_seconds
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layout import Layout
 from memo.schedule.streams import open_streams
@@ -50,8 +51,8 @@ def prices(model, cfg):
 
     def price(kind, by_bytes):
         machine = Counting("free", node, memory, None, free, capability=(9, 0), kind=kind, by_bytes=by_bytes)
-        of_step = compute_seconds(swap.placement, layer_seconds(cfg, machine, itemsize).units)
-        ends = (part(cfg, machine, free, itemsize) for part in (embedding_s, head_s))
+        of_step = step_seconds(swap.placement, swap.tensors, layer_seconds(cfg, machine, itemsize).units, inf)
+        ends = (part(cfg, machine, itemsize) for part in (embedding_s, head_s))
         return sum(map(of_step, swap.placement.schedule())) + sum(ends)
     kinds = product(MESSAGES, (2, 4), (1, 2))
     found = {kind: (price(kind, False), price(kind, True)) for kind in kinds}

@@ -4,6 +4,7 @@ import gc
 import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.decide import Room, problem_of
 from memo.estimate.regions import activation_lines
-from memo.estimate.step_seconds import swap_s
+from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.layer import groups_of
 from memo.layout import Layout
 from memo.optim import Optimizer
@@ -216,7 +217,9 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         assert sum(line.host_bytes for line in lines) == p.host_bytes(tensors)
         times = times_of(p.schedule(), lambda step: 1e3 if step.stream == "compute" else sum(
             h.nbytes for _, h in swap.pairs.get(step, [])))
-        *passes, stall_s = swap_s(p, tensors, lambda step: 1e3, 1.0)  # as the estimate has it
+        units = [SimpleNamespace(recompute_s=lambda missing: 0.0)] * p.subsequences
+        copied_s = step_seconds(p, tensors, units, 1.0)
+        *passes, stall_s = layers_s(p, lambda step: 1e3 if step.computes else copied_s(step))
         last = times.spans[Step(Op.BACKWARD, Unit(0, 0), back=True)]
         assert (sum(passes), stall_s) == (last[1], times.stall_s)
         copied = [h for step, pairs in swap.pairs.items() if step.op is Op.OFFLOAD for _, h in pairs]

@@ -18,9 +18,8 @@ from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
-from memo.estimate.pipeline_seconds import ends_of, least_s, pipeline_s
+from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
 from memo.estimate.regions import Line, Stage, activation_lines, cpu_spare, lane_bytes, states
-from memo.estimate.step_seconds import state_seconds, step_s
 from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
@@ -211,11 +210,8 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        cfg, layer, facts = self.decided, self.layer, (self.machine, self.world, self.itemsize)
-        if layer and cfg.pp > 1:
-            return pipeline_s(self.stages, *facts, layer)
-        first = self.stages[0]
-        return step_s(cfg, *facts, layer, first.placement, first.numel) if layer else {}
+        layer = self.layer
+        return step_s(self.stages, self.machine, self.world, self.itemsize, layer) if layer else {}
 
     def rate(self, step_s: float) -> float:
         """Tokens per GPU and second."""
@@ -326,8 +322,8 @@ def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> Sta
     rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units)
     rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None,
                   units if len(units) > 1 or cfg.layers_come else (),
-                  state_seconds(cfg, machine, layer.speeds, world, itemsize))
-    ends = ends_of(cfg, machine, world, itemsize, layer.speeds) if cfg.pp > 1 else None
+                  state_seconds(cfg, machine, world, itemsize))
+    ends = ends_of(cfg, machine, world, itemsize) if cfg.pp > 1 else None
     return StageFacts(cfg, itemsize, rates, room, ends)
 
 

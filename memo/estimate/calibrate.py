@@ -23,8 +23,8 @@ from memo.config import Config
 from memo.device import device_name, gpu_facts, synchronize
 from memo.errors import ConfigError
 from memo.estimate import hardware
+from memo.estimate.pipeline_seconds import ADAMW_BYTES
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
-from memo.estimate.step_seconds import ADAMW_BYTES
 from memo.files import keep, readable_json
 from memo.keys import Keys
 from memo.matmul import accumulate_product, product

@@ -247,6 +247,11 @@ class Machine:
                        host_memory_bytes=self.node.host_memory_bytes)
         return replace(self, speeds=like.speeds, node=node, measured=False)
 
+    def seconds(self, op: str, amount: float, size: float = 1) -> float:
+        """Seconds of an operation on a rank: see Speeds."""
+        assert self.speeds is not None  # seconds are asked for only where they are known
+        return self.speeds.seconds(op, amount, size)
+
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
         ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums, broadcasts

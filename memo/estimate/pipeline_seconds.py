@@ -1,34 +1,132 @@
-"""Seconds of a step of a pipeline: the schedules of all stages run together (memo/schedule/simulate.py), each
-with the modelled seconds of its stage. Source: SPPO 3.3."""
+"""Seconds of a step, in which the schedules of all stages run together (memo/schedule/simulate.py): of its
+layers, of head and embedding, of the optimizer and of all messages. Source: MEMO 4.1, SPPO 3.3."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import fsum
+from math import fsum, sqrt
 
-from memo.estimate.hardware import Machine, Speeds
-from memo.estimate.regions import Stage
-from memo.estimate.step_seconds import (
-    Ends,
-    Lanes,
-    data_s,
-    embedding_s,
-    head_s,
-    micros_of_rank,
-    optimizer_s,
-    stage_seconds,
-)
+from memo.estimate.hardware import Machine
+from memo.estimate.regions import Stage, micros_of_rank
+from memo.estimate.roofline import norm_of, units_of_passes
+from memo.estimate.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
 from memo.estimate.unit_seconds import LayerSeconds
-from memo.flat import layer_numel
-from memo.layer import INPUT, n_rows, tensors_of
+from memo.flat import bucket_numels, layer_numel, weights_in_turns
+from memo.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
 from memo.layout import Layout
+from memo.schedule.order import keys_leave
+from memo.schedule.program import LAYER_PLACES
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
-from memo.schedule.step import Op
-from memo.subsequences import unit_rows
+from memo.schedule.step import Op, Step
+from memo.subsequences import subsequence_lengths, unit_rows
 
+ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
+# One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
+# the end. An assumption, the same for all models: the L + 2 buckets are not equal.
+BUCKETS = 30
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
 LAYERS = Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD
 PIPELINE_ENDS = Op.EMBED, Op.HEAD, Op.EMBED_BACKWARD  # of the pipeline
+
+
+def state_seconds(cfg: Layout, machine: Machine, world: int, itemsize: int) -> StateSeconds:
+    """The StateSeconds of a machine: to and from the host, or within the device's memory, and between the
+    ranks that have shards."""
+    if not cfg.layers_come:
+        return STAY
+    data = world // cfg.tp
+    embedding, layer, *_, head = bucket_numels(cfg, data)
+    shard, sums = layer / data, float(micros_of_rank(cfg, world) > 1)
+
+    def moved_s(nbytes: float) -> float:  # in fp32 where they are on the device: of the master weights
+        if cfg.states == "host":
+            return nbytes / machine.node.pcie_bytes_per_s
+        return machine.seconds("copy", nbytes + 4 * shard, nbytes)
+
+    def message_s(op: str, nbytes: float) -> float:
+        return machine.message_s(op, nbytes * (data - 1), world, cfg.tp) if data > 1 else 0.0
+    params, gradients = itemsize * shard, 4 * shard
+    return StateSeconds(moved_s(params) + message_s("gather", params),
+                        moved_s(gradients) + message_s("scatter", gradients), sums * moved_s(gradients),
+                        embedding / layer, head / layer)
+
+
+def head_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
+    """Seconds of final norm, logits, loss and their gradients, chunk by chunk."""
+    rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
+    V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
+    chunk = head_rows(V, logit_bytes(itemsize, cfg.ops != "torch"), machine.cpu)
+    # read and written in fp32 by each chunk
+    dw = machine.seconds("copy", 8 * V * C * rows / chunk, 8 * V * C)
+    matmuls = 3 * machine.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
+    units = units_of_passes(cfg, machine)
+    losses = machine.seconds("cross entropy", units["cross entropy"] * rows * V * itemsize, rows * V)
+    passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
+    norms = sum(machine.seconds(op, units[op] * u, u) for op in passes)
+    # inputs and their gradients; logsumexps, and a sum of what the targets have, which is a scattered
+    # sum and a gather
+    messages = rows_of_tp_s(cfg, machine, max(1, chunk // cfg.tp) * cfg.tp, [
+        ("gather", C * itemsize), ("scatter", C * itemsize), ("gather", 4 * cfg.tp), ("scatter", 4),
+        ("gather", 4)])
+    return matmuls + dw + losses + messages + norms
+
+
+def embedding_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
+    """Seconds of the embedding and its gradient."""
+    row = cfg.n_embd * itemsize
+    u = cfg.batch_size * cfg.block_size // cfg.cp * row / cfg.tp
+    messages = rows_of_tp_s(cfg, machine, CHUNK_ROWS, [("scatter", row), ("gather", row)])
+    return messages + machine.seconds("copy", 8 * u * cfg.tp, u)
+
+
+def rows_of_tp_s(cfg: Layout, machine: Machine, most: int, messages: Sequence[tuple[str, int]]) -> float:
+    """Seconds of messages (op, bytes that each other rank gets of an own row) between the tp ranks, about all
+    rows of these, `most` or fewer of a subsequence at a time."""
+    rows = [cfg.batch_size * n // cfg.cp for n in subsequence_lengths(cfg)]
+    pieces = sum(-(-n // most) for n in rows)
+    sent = sum(rows) / cfg.tp / pieces * (cfg.tp - 1)
+    return pieces * sum(machine.message_s(op, nbytes * sent, cfg.tp) for op, nbytes in messages)
+
+
+def steps_on_host(cfg: Layout, machine: Machine) -> bool:
+    """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
+    return cfg.optimizer_on_host and not machine.cpu
+
+
+def optimizer_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int,
+                local_ranks: int, forward_s: float) -> float:
+    """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
+    weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
+    meanwhile and in the next forward. That of layers that come runs beside this forward, which brings them:
+    it waits for the first two, and for what steps before them."""
+    shard = numel / data
+    adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
+    cast = (4 + itemsize) * shard
+    if steps_on_host(cfg, machine):
+        host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
+        if cfg.layers_come:
+            first = sum(bucket_numels(cfg, data)[:weights_in_turns(cfg).start + LAYER_PLACES])
+            return max(host_s * first / numel, host_s - forward_s)
+        up_s = itemsize * shard / machine.node.pcie_bytes_per_s
+        return host_s + max(0.0, up_s - host_s - forward_s)
+    rest = machine.seconds("copy", 4 * shard + 4 * numel, 4 * numel)  # norm; all gradients to zero
+    return rest + machine.seconds("adamw", adamw, adamw) + machine.seconds("copy", cast, cast)
+
+
+def data_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
+           backward_s: float) -> float:
+    """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
+    parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
+    see BUCKETS. On a CPU nothing hides."""
+    gradients = params = 0.0
+    if data > 1:
+        gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)
+        params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, cfg.tp)
+    if machine.cpu:
+        return gradients + params
+    if steps_on_host(cfg, machine):  # a layer's place is free when its gradients are summed and gone
+        gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
+    return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
 
 
 def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
@@ -49,39 +147,39 @@ def tied_s(stage: Stage, machine: Machine, world: int) -> float:
     return machine.message_s("shift", nbytes, world)
 
 
-def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int, speeds: Speeds) -> Ends:
+def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
     """The Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
-    return Ends(embedding_s(cfg, machine, speeds, itemsize), head_s(cfg, machine, speeds, itemsize), send,
-                send_gradient, lanes_of(cfg, machine, world, speeds) if cfg.msp else None)
+    return Ends(embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize), send, send_gradient,
+                lanes_of(cfg, machine, world) if cfg.msp else None)
 
 
-def lanes_of(cfg: Layout, machine: Machine, world: int, speeds: Speeds) -> Lanes:
+def lanes_of(cfg: Layout, machine: Machine, world: int) -> Lanes:
     """The Lanes of a config that says which stage."""
     rates = []
     for other in range(cfg.pp):
         first, last = sorted((cfg.stage, other))
         rates.append(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, first, MESSAGE_BYTES, last - first))
-    memory = MESSAGE_BYTES / speeds.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
+    memory = MESSAGE_BYTES / machine.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
     return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds) -> list[Times]:
     """The Times of each stage in a micro batch, all on one clock."""
-    seconds = [stage_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
-                             machine.node.pcie_bytes_per_s,
-                             ends_of(stage.cfg, machine, world, itemsize, layer.speeds)) for stage in stages]
+    seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
+                            machine.node.pcie_bytes_per_s,
+                            ends=ends_of(stage.cfg, machine, world, itemsize)) for stage in stages]
     schedules = [stage.placement.schedule() for stage in stages]
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds) -> list[list[Span]]:
-    """The same as spans of each stage."""
+    """The spans of each stage in a micro batch, all on one clock."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
@@ -99,13 +197,27 @@ def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
     return micros_of_rank(stages[0].cfg, world) * longest
 
 
-def pipeline_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-               layer: LayerSeconds) -> dict[str, float]:
-    """{part: seconds} of a step, which add up to its "step": the means of all stages. "bubble": a stage waits
-    for another one, or has nothing left to do. Micro batches follow each other, for no stage begins one
-    before it has ended the one before; gradients and optimizer are those of the slowest stage."""
-    cfg, data = stages[0].cfg, world // (stages[0].cfg.pp * stages[0].cfg.tp)
-    times = pipeline_times(stages, machine, world, itemsize, layer)
+def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
+            layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
+    """-> ({part: seconds} of a micro batch in one stage, [seconds of its layers' (forward, backward)])."""
+    cfg, p = stage.cfg, stage.placement
+    seconds = step_seconds(p, tensors_of(cfg, itemsize), layer.units, machine.node.pcie_bytes_per_s,
+                           state_seconds(cfg, machine, world, itemsize))
+    forward, backward, stall = layers_s(p, seconds)
+    again = sum(seconds(Step(Op.RECOMPUTE, unit, back=True)) for unit in p.units)
+    swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
+    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
+             "recompute": again + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
+    parts["rest of the layers"] = forward + backward - sum(parts.values())
+    parts["head and embedding"] = head_s(cfg, machine, itemsize) + embedding_s(cfg, machine, itemsize)
+    return parts, [(forward, backward)]
+
+
+def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
+               layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
+    """As alone_s(), of several stages: the parts are the means of all. "bubble": a stage waits for another
+    one, or has nothing left to do."""
+    cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
     for of, one in zip(spent, times, strict=True):
         for step, (start, end) in one.spans.items():
@@ -119,13 +231,24 @@ def pipeline_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
     parts["head and embedding"] = fsum(mean[op] for op in PIPELINE_ENDS)
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
-    parts = {name: micros_of_rank(cfg, world) * seconds for name, seconds in parts.items()}
+    return parts, [(of[Op.FORWARD], of[Op.RECOMPUTE] + of[Op.BACKWARD]) for of in spent]
 
-    def at_last(stage: Stage, of: dict[Op, float]) -> tuple[float, float]:
-        forward, backward = of[Op.FORWARD], of[Op.RECOMPUTE] + of[Op.BACKWARD]
-        messages = data_s(stage.cfg, machine, stage.numel, itemsize, data, world, forward, backward)
+
+def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
+           layer: LayerSeconds) -> dict[str, float]:
+    """{part: seconds} of a step, which add up to its "step". Micro batches follow each other, for no stage
+    begins one before it has ended the one before; gradients and optimizer are those of the slowest stage."""
+    parts, passes = (together_s(stages, machine, world, itemsize, layer) if len(stages) > 1 else
+                     alone_s(stages[0], machine, world, itemsize, layer))
+    parts = {name: micros_of_rank(stages[0].cfg, world) * seconds for name, seconds in parts.items()}
+
+    def at_last(stage: Stage, passes: tuple[float, float]) -> tuple[float, float]:
+        cfg, data = stage.cfg, world // (stage.cfg.pp * stage.cfg.tp)
+        come = weights_in_turns(cfg)  # by steps of the schedule
+        stays = stage.numel - sum(n for k, n in enumerate(bucket_numels(cfg, data)) if k in come)
+        messages = data_s(cfg, machine, stays, itemsize, data, world, *passes)
         local_ranks = min(world, machine.node.gpus_per_node)
         return messages + tied_s(stage, machine, world), optimizer_s(
-            stage.cfg, machine, layer.speeds, stage.numel, itemsize, data, local_ranks, forward)
-    parts["gradients and parameters"], parts["optimizer"] = max(map(at_last, stages, spent), key=sum)
+            cfg, machine, stage.numel, itemsize, data, local_ranks, passes[0])
+    parts["gradients and parameters"], parts["optimizer"] = max(map(at_last, stages, passes), key=sum)
     return parts | {"step": sum(parts.values())}

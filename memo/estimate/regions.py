@@ -7,7 +7,6 @@ from typing import NamedTuple
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from memo.estimate.host import STATES_BYTES
-from memo.estimate.step_seconds import micros_of_rank
 from memo.flat import (
     bucket_places,
     gradients_in_turns,
@@ -63,6 +62,12 @@ class Stage:
         names = ("transient", "head") if region == "transient" else (region,)
         mine = [line for line in self.lines if line.region in names]
         return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
+
+
+def micros_of_rank(cfg: Layout, world: int) -> int:
+    """Count the micro batches of a rank in a step."""
+    dp = world // (cfg.pp * cfg.cp * cfg.tp)
+    return cfg.micro_batches(dp) // dp
 
 
 def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:

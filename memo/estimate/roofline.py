@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from memo.backends import kernel_of
 from memo.config import Config
-from memo.estimate.hardware import FP8_PRODUCTS, Machine, Speeds
+from memo.estimate.hardware import FP8_PRODUCTS, Machine
 from memo.layer import Operation, group_heads, head_groups, layer_of
 
 # Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
@@ -47,9 +47,10 @@ def total(costs: Iterable[Cost], part: str = "") -> float:
     return fsum(cost.seconds for cost in costs if part in ("", cost.part))
 
 
-def units_of_passes(cfg: Config, speeds: Speeds) -> dict[str, int]:
+def units_of_passes(cfg: Config, machine: Machine) -> dict[str, int]:
     """{operation: tensors that it reads and writes} with the kernels of cfg.ops."""
-    return PASSES if "rotary" in speeds.table else PASSES_OF.get(cfg.ops, PASSES)
+    measured = machine.speeds is not None and "rotary" in machine.speeds.table
+    return PASSES if measured else PASSES_OF.get(cfg.ops, PASSES)
 
 
 def norm_of(cfg: Config) -> str:
@@ -85,7 +86,7 @@ class Unit:
         self.turns = -(-self.layer.heads // parts // self.at_once) * (parts if cfg.metp else 1)
         scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
-        self.passes = units_of_passes(cfg, self.speeds)
+        self.passes = units_of_passes(cfg, machine)
         fp8 = cfg.matmul == "fp8" and FP8_PRODUCTS in self.speeds.table  # else as fast as in the run's dtype
         self.matmul = FP8_PRODUCTS if fp8 else "matmul"
         # of messages that have products beside them

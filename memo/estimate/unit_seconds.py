@@ -186,7 +186,7 @@ class LayerSeconds:
     """Seconds of a layer: the sums of those of its `units`, one a subsequence."""
 
     def __init__(self, units: Sequence[UnitSeconds]) -> None:
-        self.units, self.speeds = units, units[0].unit.speeds
+        self.units = units
         self.forward_s, self.backward_s, self.attention_kernels_s, self.messages_s = (
             fsum(getattr(unit, name) for unit in units)
             for name in ("forward_s", "backward_s", "attention_kernels_s", "messages_s"))
