@@ -11,7 +11,6 @@ from math import inf
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
-from memo.subsequences import subsequence_lengths
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, placed, rests, swaps_layers
@@ -74,7 +73,7 @@ class Decision:
 def ways_of(cfg: Layout) -> list[dict[str, str]]:
     """What placed() may be given beside the config to decide between; the first serves where others do
     too."""
-    if len(subsequence_lengths(cfg)) == 1 or not swaps_layers(cfg):
+    if cfg.subsequences == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.by_layer else ("stay",)
     streams = ("whole", "copied") if cfg.has_head else ("passed",)
@@ -111,12 +110,13 @@ def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem
     p, units = problem.placement, problem.placement.n_units
 
     def of(n: int) -> Placement:
-        return placed(cfg, n, keys=p.keys, stream=p.stream)
+        return replace(p, n_buffers=n)
 
     def fits(n: int) -> bool:
         return of(n).device_bytes(problem.tensors) <= room.spare_bytes
-    if fits(3) and fits(units):
-        return replace(problem, placement=of(units))
+    whole = placed(cfg, units, stream=p.stream)  # whose keys stay
+    if fits(3) and whole.device_bytes(problem.tensors) <= room.spare_bytes:
+        return replace(problem, placement=whole)
     if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
         return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
     n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(n))

@@ -53,7 +53,7 @@ class Layout(Config):
     @property
     def every_stage(self) -> list[Self]:
         """The same for a rank of each stage."""
-        return [replace(self, stage=stage) for stage in range(self.pp)]
+        return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
 
     @property
     def depths(self) -> tuple[int, ...]:

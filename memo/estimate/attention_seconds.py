@@ -2,6 +2,7 @@
 the keys and values of all subsequences up to the unit's own (memo/parallel/prefix.py)."""
 
 from collections import Counter
+from functools import lru_cache
 from math import gcd
 
 from memo.estimate.roofline import ATTENTION_BACKWARD, KERNELS, MESSAGES, Cost, Unit, total
@@ -35,6 +36,7 @@ def kernels_before(u: Unit, way: str) -> list[Cost]:
             for n, times in Counter(u.before).items()]
 
 
+@lru_cache(1)  # a unit's passes all ask for it
 def attention(u: Unit) -> tuple[list[Cost], list[Cost]]:
     """-> the Costs of the (forward, backward), from q, k and v on."""
     both = prefix if u.several else ulysses if u.ulysses else ring

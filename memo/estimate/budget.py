@@ -203,7 +203,7 @@ class Estimate:
 
     # --- seconds ---
 
-    @property
+    @cached_property
     def layer(self) -> LayerSeconds | None:
         """Seconds of a layer, where speeds are known."""
         return modelled_layer(self.decided, self.machine)
@@ -368,12 +368,13 @@ def choose_fastest(cfg: Config, machine: Machine, world: int, bound: ArenaOf = f
     def judge(got: Estimate) -> Judged:
         # to simulate a schedule takes long; shares of msp, which take memory, are dealt by seconds
         return (got if cfg.msp or got.untimed.fits else got.untimed).judged
-    return choose_numbers(cfg, machine.of_its_type, world, bound, judge)
+    return choose_numbers(cfg, machine.of_its_type, world, bound, judge)[0]
 
 
 def choose_numbers(cfg: Config, machine: Machine, world: int, bound: ArenaOf,
-                   judge: Callable[[Estimate], Judged]) -> Estimate:
-    """Chooses what a config leaves open -> its Estimate."""
+                   judge: Callable[[Estimate], Judged]) -> tuple[Estimate, Judged]:
+    """Chooses what a config leaves open -> its Estimate, and how that was judged."""
     of = cache(lambda one: Estimate(one, machine, world, bound, one))
-    one, why = choose(cfg, lambda one: judge(of(one)), world)
-    return of(one).but(asked=cfg, chosen=why)
+    judged = cache(lambda one: judge(of(one)))
+    one, why = choose(cfg, judged, world)
+    return of(one).but(asked=cfg, chosen=why), judged(one)

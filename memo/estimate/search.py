@@ -52,8 +52,8 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
         return no_room(got.decided, machine, world) or got.untimed.judged
     try:
         if cfg and cfg.undecided:
-            got = choose_numbers(cfg, machine, world, fast_arena, judge)
-            return None if judge(got).lacking else got.on(machine, arena)
+            got, judged = choose_numbers(cfg, machine, world, fast_arena, judge)
+            return None if judged.lacking else got.on(machine, arena)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
@@ -66,7 +66,7 @@ def no_room(cfg: Layout, machine: Machine, world: int) -> Judged | None:
         return None
     itemsize, found = itemsize_of(cfg, machine), list[Judged]()
     for stage in {0, cfg.pp - 1}:
-        one = replace(cfg, stage=stage)
+        one = cfg if stage == cfg.stage else replace(cfg, stage=stage)
         room = beside_activations(one, machine, world, fast_arena).room
         ways = [lacking(one, problem_of(one, itemsize, None, room, **way), room) for way in ways_of(one)]
         found.append(min(ways))

@@ -129,7 +129,7 @@ class Block(Unit):
 
     def backward(self) -> list[Cost]:
         """dx and dw of each product; what is made again for them."""
-        costs = attention(self)[1]
+        costs = [*attention(self)[1]]
         for op in self.layer.operations:
             if op.kind == "norm":
                 costs.append(self.norm("backward"))
@@ -199,7 +199,7 @@ def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
                                       alpha_mode="per_tensor"), machine, itemsize)
 
 
-@lru_cache(4)  # layouts that differ in stages, modes or the optimizer's place alone follow each other
+@lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
 def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
     """Those of keys that count."""
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
