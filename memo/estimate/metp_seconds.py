@@ -52,14 +52,14 @@ class Metp(Unit):
     # --- one operation ---
 
     def parts(self, n: int, gives: float, takes: float) -> Cost:
-        """Own rows times n matrices of (gives, takes), whose results are added up. Where these are narrow,
-        memory is slower than the products. FP8 rounds what is multiplied for each."""
+        """Costs own rows times n matrices of (gives, takes), whose results are added up. Where these are
+        narrow, memory is slower than the products. FP8 rounds what is multiplied for each."""
         flops_s = self.speeds.seconds(self.matmul, 2 * self.own * gives * takes, sqrt(gives * takes))
         rounding_s = self.copy(ROUNDING * takes).seconds if self.cfg.matmul == "fp8" else 0.0
         return Cost(n * (max(flops_s, self.copy(takes + 2 * gives).seconds) + rounding_s))
 
     def parts_backward(self, n: int, gives: int, takes: int) -> list[Cost]:
-        """The gradients of n such matrices, and of what they multiply."""
+        """Costs the gradients of n such matrices, and of what they multiply."""
         costs = [self.parts(n, gives, takes), self.parts(n, takes, gives)]
         if self.cfg.matmul == "fp8":
             costs += [self.copy(TURNING_GRADIENT * gives + TURNING_INPUT * takes),
@@ -72,12 +72,12 @@ class Metp(Unit):
         return self.elementwise(f"gelu {way}", (2 if way == "forward" else 3) * self.output.takes)
 
     def made(self, names: str) -> list[Cost]:
-        """Those of q, k, v of all groups."""
+        """Costs making those of q, k, v of all groups."""
         return [*(self.parts(self.times[name], self.widths[name], self.C) for name in names),
                 *self.turned(names)]
 
     def turned(self, names: str) -> list[Cost]:
-        """They are rotated."""
+        """Costs rotating them."""
         width = sum(self.times[name] * self.widths[name] for name in self.rotated if name in names)
         return [self.kernel_pass("rotary", width)] if width else []
 
@@ -85,7 +85,7 @@ class Metp(Unit):
         return self.parts(self.tp**2, self.C / self.tp, self.Q / self.tp)
 
     def mlp(self) -> list[Cost]:
-        """The MLP's products and passes. Each part begins with the norm."""
+        """Costs the MLP but for its last products. Each part begins with the norm."""
         return [*[self.norm("forward")] * self.tp, self.activation("forward"),
                 *(self.parts(self.tp, width, self.C) for width in self.hidden_widths)]
 
@@ -103,8 +103,8 @@ class Metp(Unit):
         return self.travel_s("shift", sum(n * self.carried(name) for name, n in self.part.items()))
 
     def matrices(self, names: str = EVERY, turning: float = 0.0) -> list[Cost]:
-        """FP8 products round the rank's own of the matrices whose names begin so, and turn those of all
-        ranks."""
+        """Costs that FP8 products round the rank's own of the matrices whose names begin so, and turn those
+        of all ranks."""
         if self.cfg.matmul != "fp8":
             return []
         return [self.matrix_copy((ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names)))]
@@ -115,7 +115,7 @@ class Metp(Unit):
                 if len(p.shape) == 2 and name[0] in names]
 
     def scales(self, names: str = EVERY) -> list[Cost]:
-        """The ranks agree on the scales of FP8 matrices, which nothing hides."""
+        """Costs that the ranks agree on the scales of FP8 matrices, which nothing hides."""
         sent = 4 * len(self.matrix_sizes(names)) * (self.tp - 1)
         return [Cost(self.travel_s("gather", sent), MESSAGES)] * (self.cfg.matmul == "fp8")
 
@@ -145,15 +145,15 @@ class Metp(Unit):
 
     def steps(self, coming: float, going: float, steps: int, compute_s: float,
               before_s: float = 0.0) -> list[Cost]:
-        """Messages beside steps of compute_s each. In a step the matrices of the next one come, in so many
-        seconds, and gradients of the step before go. The messages before the first step and behind the last
-        are not counted. The first of those that come leaves before_s before its step."""
+        """Costs messages beside steps of compute_s each. In a step the matrices of the next one come, in so
+        many seconds, and gradients of the step before go. The messages before the first step and behind the
+        last are not counted. The first of those that come leaves before_s before its step."""
         return [self.late(coming, compute_s + before_s), self.late(going, compute_s),
                 self.late(coming + going, compute_s, times=steps - 2)] * (steps > 1)
 
     def first_group(self, names: str) -> list[Cost]:
-        """The first group's matrices: of keys, of values and of queries, each beside the product of the one
-        before, the first beside a norm."""
+        """Costs the first group's matrices: of keys, of values and of queries, each beside the product of the
+        one before, the first beside a norm."""
         order = [name for name in "kvq" if name in names]
         beside = [self.norm("forward"), *(self.parts(1, self.widths[name], self.C) for name in order[:-1])]
         return [self.late(self.group_s("broadcast", name), cost.seconds)
@@ -162,7 +162,7 @@ class Metp(Unit):
     # --- forward ---
 
     def attention_half(self, mid: float, names: str) -> list[Cost]:
-        """attn_out and a part of mid's rows from x; `names`: what of q, k, v is not there."""
+        """Costs attn_out and a part of mid's rows from x; `names`: what of q, k, v is not there."""
         groups, piece = self.groups_of_heads, self.piece_s()
         work = [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward"), *self.made(names),
                 Cost(mid * self.projection().seconds)]
@@ -174,18 +174,18 @@ class Metp(Unit):
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
     def attention_again(self, mid: float) -> list[Cost]:
-        """attn_out once more, and a part of mid's rows."""
+        """Costs attn_out once more, and a part of mid's rows."""
         names = self.again + "p"
         return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]
 
     def projection_again(self, mid: float) -> list[Cost]:
-        """A part of mid's rows from attn_out: all pieces are sent for at once."""
+        """Costs a part of mid's rows from attn_out: all pieces are sent for at once."""
         products, piece = mid * self.projection().seconds, self.piece_s()
         return [*self.matrices("p"), *self.scales("p"), Cost(products), Cost(piece, MESSAGES),
                 self.late(piece, products / self.tp, times=self.tp - 1)]
 
     def rebuilt(self, attention: float, mid: float) -> list[Cost]:
-        """Parts of the rows of attn_out and of mid."""
+        """Costs rebuilding parts of the rows of attn_out and of mid."""
         return self.attention_again(mid) if attention else self.projection_again(mid) if mid else []
 
     def forward(self) -> list[Cost]:
@@ -198,8 +198,8 @@ class Metp(Unit):
         return [*self.matrices(), *self.scales(), *attention, *mlp, *hops]
 
     def keys_again(self, names: str) -> list[Cost]:
-        """k in a backward, where its matrices are there; or k and v in a sweep, where they travel, with the
-        rounding before."""
+        """Costs k in a backward, where its matrices are there; or k and v in a sweep, where they travel, with
+        the rounding before."""
         made = self.made(names)
         if names == "k":
             return made
@@ -210,7 +210,8 @@ class Metp(Unit):
     # --- backward ---
 
     def backward(self) -> list[Cost]:
-        """Norm, hidden tensors and activation of the MLP are made again, and what of q, k, v is `again`."""
+        """Costs a backward: norm, hidden tensors and activation of the MLP are made again, and what of q, k,
+        v is `again`."""
         tp, groups, widths = self.tp, self.groups_of_heads, self.widths
         mlp = [*self.mlp(), self.activation("backward"),
                *self.parts_backward(tp, self.C, self.part_width),
@@ -230,7 +231,7 @@ class Metp(Unit):
                 *[self.norm("backward")] * 2, *self.backward_messages(total(mlp), total(half))]
 
     def backward_messages(self, mlp_s: float, attention_s: float) -> list[Cost]:
-        """Matrices and gradients beside so many seconds of the two halves."""
+        """Costs matrices and gradients on their way beside so many seconds of the two halves."""
         groups, step, one = self.groups_of_heads, mlp_s / self.tp, attention_s / self.groups_of_heads
         # the first two hops beside the own part, the last gradients beside attention
         hop, home = self.hop_of_part_s(), self.travel_s("shift", 4 * sum(self.part.values()))

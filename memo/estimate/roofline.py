@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def total(costs: Iterable[Cost], part: str = "") -> float:
-    """The seconds of costs, or of those of a part."""
+    """Sums the seconds of costs, or of those of a part."""
     return fsum(cost.seconds for cost in costs if part in ("", cost.part))
 
 
@@ -95,17 +95,17 @@ class Unit:
     # --- one operation ---
 
     def product(self, op: Operation) -> Cost:
-        """All rows times a weight that the tp ranks share."""
+        """Costs the product of all rows and a weight that the tp ranks share."""
         weights = op.gives * op.takes / self.tp
         return Cost(self.speeds.seconds(self.matmul, 2 * self.rows * weights, sqrt(weights)))
 
     def elementwise(self, op: str, elements: float) -> Cost:
-        """An operation that reads and writes so many elements a row."""
+        """Costs an operation that reads and writes so many elements a row."""
         nbytes = elements * self.row_bytes
         return Cost(self.speeds.seconds(op, nbytes, nbytes))
 
     def kernel_pass(self, op: str, width: int) -> Cost:
-        """An operation of PASSES on tensors so many elements wide."""
+        """Costs an operation of PASSES on tensors so many elements wide."""
         return self.elementwise(op, self.passes[op] * width)
 
     def norm(self, way: str) -> Cost:
@@ -115,11 +115,12 @@ class Unit:
         return self.elementwise("copy", elements)
 
     def matrix_copy(self, elements: float) -> Cost:
-        """So many elements of matrices are read and written."""
+        """Costs reading and writing so many elements of matrices."""
         return Cost(self.speeds.seconds("copy", elements * self.itemsize, elements * self.itemsize))
 
     def head_norms(self, way: str) -> list[Cost]:
-        """q and k are normed head by head and rotated, or their gradients back; nothing in models without."""
+        """Costs norming q and k head by head and rotating them, or their gradients back, in models that
+        do."""
         if not self.layer.head_norms:
             return []
         width = self.Q + self.KV * self.groups_a_key
@@ -128,9 +129,9 @@ class Unit:
 
     def late(self, message_s: float, beside_s: float, hidden: float | None = None, first_s: float = 0.0,
              times: int = 1) -> Cost:
-        """Messages of so many seconds beside so many of computing -> what of them nothing hides. `first_s`:
-        of those that come before the computing. `hidden`: the part of the best case that is reached, by
-        default what the machine gets beside products: nothing on a CPU, or where it is not known."""
+        """Costs what nothing hides of messages of so many seconds beside so many of computing. `first_s`: of
+        those that come before the computing. `hidden`: the part of the best case that is reached, by default
+        what the machine gets beside products: nothing on a CPU, or where it is not known."""
         hidden = self.hidden if hidden is None else hidden
         exposed_s = message_s - hidden * max(0.0, min(message_s, beside_s) - first_s)
         return Cost(times * exposed_s, MESSAGES)

@@ -32,13 +32,13 @@ class Block(Unit):
     # --- products and their messages ---
 
     def together(self, op: Operation) -> list[Operation]:
-        """The products that share the message of op's input."""
+        """Finds the products that share the message of op's input."""
         return [other for other in self.layer.operations
                 if (other.kind, other.reads) == (op.kind, op.reads)]
 
     @property
     def pieces(self) -> int:
-        """Pieces of a rank's own rows, as tp.in_turns cuts them."""
+        """Counts pieces of a rank's own rows, as tp.in_turns cuts them."""
         at_once = 2 if self.tp > 1 and not self.machine.cpu else 1
         return max(1, min(self.rows // self.tp // SPLIT_ROWS,
                           max(at_once, -(-at_once * self.rows // CHUNK_ROWS))))
@@ -51,7 +51,7 @@ class Block(Unit):
 
     def messages(self, products: Iterable[Operation], messages: Sequence[tuple[str, float]],
                  times: int = 1) -> Cost:
-        """Gathers and scattered sums of all rows, (op, elements a row), beside products, each of them so many
+        """Costs gathers and scattered sums of all rows, (op, elements a row), beside products, each so many
         times. Rows go piece by piece, on a GPU two under way: at best the first message of the first piece is
         exposed, and the seconds by which all messages take longer than the computing."""
         if self.tp == 1:
@@ -63,11 +63,11 @@ class Block(Unit):
         return self.late(sum(seconds), beside_s, None if pieces > 1 else 0.0, seconds[0] / pieces)
 
     def input_message(self, ops: Sequence[Operation]) -> Cost:
-        """The message of operations with one input, or of the sum that a row product gives."""
+        """Costs the message of operations with one input, or of the sum that a row product gives."""
         return self.messages(ops, self.inputs if ops[0].kind == "column" else [("scatter", self.C)])
 
     def backward_messages(self) -> list[Cost]:
-        """The messages of a backward: of the half behind attention, then of the one before it, each from its
+        """Costs a backward's messages: of the half behind attention, then of the one before it, each from its
         last product to its first. A row product gathers its gradient; column products of one input gather
         that input again and scatter the sum of its gradients."""
         products = [op for op in self.layer.operations if op.kind in ("column", "row")]
@@ -83,7 +83,7 @@ class Block(Unit):
         return costs
 
     def rounding(self, op: Operation, way: str) -> list[Cost]:
-        """What FP8 products do beside a product: with an input once for all that have it. Own rows are
+        """Costs what FP8 products do beside a product: with an input once for all that have it. Own rows are
         rounded before a gather, the gathered rows of a gradient behind it."""
         if self.cfg.matmul != "fp8":
             return []
@@ -104,8 +104,8 @@ class Block(Unit):
     # --- the passes ---
 
     def operation(self, op: Operation) -> list[Cost]:
-        """An operation of the forward on all rows, with its part of the message of its input. Keys and values
-        in no group need none: they are made with the queries."""
+        """Costs an operation of the forward on all rows, with its part of the message of its input. Keys and
+        values in no group need none: they are made with the queries."""
         if op.kind == "norm":
             return [self.norm("forward")]
         if op.kind == "activation":
@@ -121,14 +121,14 @@ class Block(Unit):
         return [*costs, *[self.kernel_pass("rotary", op.gives)] * op.rotary, Cost(part * message, MESSAGES)]
 
     def attend(self) -> list[Cost]:
-        """attn_out from q, k and v."""
+        """Costs making attn_out from q, k and v."""
         return [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward")]
 
     def forward(self) -> list[Cost]:
         return [*self.attend(), *(cost for op in self.layer.operations for cost in self.operation(op))]
 
     def backward(self) -> list[Cost]:
-        """dx and dw of each product; what is made again for them."""
+        """Costs dx and dw of each product, and what is made again for them."""
         costs = [*attention(self)[1]]
         for op in self.layer.operations:
             if op.kind == "norm":
@@ -146,7 +146,7 @@ class Block(Unit):
         return costs + self.backward_messages()
 
     def keys_again(self, names: str) -> list[Cost]:
-        """k, or k and v, from the norm's output when nothing else is made."""
+        """Costs making k, or k and v, from the norm's output when nothing else is made."""
         keys = self.layer.keys[:len(names)]
         return [*(cost for op in keys for cost in self.operation(op)), self.input_message(keys)]
 
