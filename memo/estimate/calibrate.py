@@ -9,8 +9,8 @@ add to these counts (seconds_of).
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
 import torch
@@ -93,17 +93,12 @@ def seconds_of(times: Timings) -> float:
     return max(itself, together - alone)
 
 
-@contextmanager
-def opened_arena(device: torch.device) -> Iterator[Arena | NoArena]:
-    """The arena of temporary tensors, as a run has it."""
+def open_arena(device: torch.device) -> Arena | NoArena:
+    """Opens the arena of temporary tensors, as a run has it."""
     try:
-        arena: Arena | NoArena = Arena(device)
+        return Arena(device)
     except Unavailable:
-        arena = NoArena()
-    try:
-        yield arena
-    finally:
-        arena.close()
+        return NoArena()
 
 
 def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
@@ -234,7 +229,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         nonlocal doing
         doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
 
-    with progress(lambda: f"measuring {doing}", axis.rank == 0), opened_arena(device) as arena:
+    with progress(lambda: f"measuring {doing}", axis.rank == 0), closing(open_arena(device)) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
                     timings_of: Callable[..., Timings] = timings) -> None:
             # a segment's first run is recorded, the others have planned memory

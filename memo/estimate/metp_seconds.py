@@ -173,20 +173,15 @@ class Metp(Unit):
                 self.late(coming, step_s, times=groups - self.tp),
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
-    def attention_again(self, mid: float) -> list[Cost]:
-        """Costs attn_out once more, and a part of mid's rows."""
-        names = self.again + "p"
-        return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]
-
-    def projection_again(self, mid: float) -> list[Cost]:
-        """Costs a part of mid's rows from attn_out: all pieces are sent for at once."""
+    def rebuilt(self, attention: float, mid: float) -> list[Cost]:
+        """Costs rebuilding parts of the rows of attn_out and of mid; of mid alone from attn_out, where all
+        pieces of the projection's matrix are sent for at once."""
+        if attention:
+            names = self.again + "p"
+            return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]
         products, piece = mid * self.projection().seconds, self.piece_s()
         return [*self.matrices("p"), *self.scales("p"), Cost(products), Cost(piece, MESSAGES),
-                self.late(piece, products / self.tp, times=self.tp - 1)]
-
-    def rebuilt(self, attention: float, mid: float) -> list[Cost]:
-        """Costs rebuilding parts of the rows of attn_out and of mid."""
-        return self.attention_again(mid) if attention else self.projection_again(mid) if mid else []
+                self.late(piece, products / self.tp, times=self.tp - 1)] * (mid > 0)
 
     def forward(self) -> list[Cost]:
         attention = self.attention_half(1.0, "qkv")
