@@ -39,11 +39,10 @@ from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.calibrate import attentions, matmuls, row_passes
-from memo.estimate.step_seconds import layers_s, step_seconds
+from memo.estimate.step_seconds import UnitRates, layers_s, step_seconds
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
 from memo.layout import Layout
-from memo.profiler import MeasuredUnit
 from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.swap.placing import place_rows, placed
 from model import GPT, initial_weights
@@ -124,7 +123,7 @@ def at(rates, bytes_per_s):
 
 def simulated_s(cfg, placement, rates):
     """Seconds of all layers' forward and backward."""
-    units = rates.units or [MeasuredUnit(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
+    units = rates.units or [UnitRates(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
                                          rates.recompute_s)]
     return sum(layers_s(placement, step_seconds(placement, tensors_of(cfg, 4), units,
                                                 rates.offload_bytes_per_s))[:2])

@@ -8,7 +8,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from memo.command import Arguments, answer_early, run
@@ -35,7 +34,7 @@ from memo.decide import Rates
 from memo.device import pick_device, synchronize
 from memo.estimate.calibrate import calibrate
 from memo.estimate.hardware import calibration_path
-from memo.estimate.step_seconds import StateSeconds
+from memo.estimate.step_seconds import StateSeconds, UnitRates
 from memo.launch import read_launch
 from memo.layer import ATTENTION, groups_of
 from memo.optim import Optimizer
@@ -66,26 +65,8 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-@dataclass(frozen=True)
-class MeasuredUnit:
-    """A UnitRates, see memo/estimate/step_seconds.py, that was measured. `groups_s`: {group of the layer:
-    seconds to rebuild all of the unit's rows}."""
-
-    rows: int
-    forward_s: float
-    backward_s: float
-    sweep_s: float
-    attention_s: float
-    groups_s: dict[str, float]
-
-    def recompute_s(self, missing: dict[str, slice]) -> float:
-        parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
-        groups = sum(parts.get(group, 0.0) * seconds for group, seconds in self.groups_s.items())
-        return groups + (self.attention_s if ATTENTION in parts else 0.0)
-
-
 def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
-               host: Axis) -> MeasuredUnit:
+               host: Axis) -> UnitRates:
     """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
     have run."""
     s, (_, y) = swap.units[Unit(0, i)], swap.between[Unit(0, i)]
@@ -113,11 +94,11 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None,
         sweep_s = least_seconds(device, partial(block.sweep, s, s.x, turn), host=host)
     backward()
     backward_s = least_seconds(device, backward, before=refill, host=host)
-    return MeasuredUnit(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
+    return UnitRates(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
 
 
 def layer_rates(block: LayerBlock, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
-                host: Axis) -> tuple[list[MeasuredUnit], int | None]:
+                host: Axis) -> tuple[list[UnitRates], int | None]:
     """(units, transient_bytes) of `block`. `turns`: rotations of each subsequence."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

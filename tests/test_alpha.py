@@ -9,10 +9,9 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
-from memo.estimate.step_seconds import StateSeconds, layers_s, step_seconds
+from memo.estimate.step_seconds import StateSeconds, UnitRates, layers_s, step_seconds
 from memo.layer import decoder_layer, groups_of, tensors_of
 from memo.layout import Layout
-from memo.profiler import MeasuredUnit
 from memo.schedule.step import Op
 from memo.subsequences import unit_rows
 from memo.swap.alpha import (
@@ -293,7 +292,7 @@ def rates_of(cfg, rate, backward=2.0, recompute=0.5):
     for n in cuts or (cfg.block_size,):
         forward_s = n / 1024 * (1 + (before + n / 2) / cfg.block_size)
         others = {g: recompute * n / 1024 * b / sum(nbytes.values()) for g, b in nbytes.items()}
-        units.append(MeasuredUnit(n, forward_s, backward * forward_s, n / 4096, forward_s - n / 2048, others))
+        units.append(UnitRates(n, forward_s, backward * forward_s, n / 4096, forward_s - n / 2048, others))
         before += n
     forward_s = sum(unit.forward_s for unit in units)
     speed = rate * sum(t.nbytes for t in tensors.values()) / forward_s
@@ -404,7 +403,7 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
         assert travels[i] == pytest.approx(min(A[i], link), abs=row)
         assert travels[i] <= min(A[i], link) + 1
     assert len(travels) == N - 2 and rests[-2:] == [0, 0]  # the last ones stay in their buffers
-    units = [MeasuredUnit(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
+    units = [UnitRates(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
     forward, backward, stall = layers_s(placement, step_seconds(placement, problem.tensors, units, link))
     assert (forward, backward, stall) == (N, 2 * N, 0)
     resident = sum(rests)

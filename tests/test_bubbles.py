@@ -10,11 +10,10 @@ import pytest
 import train
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.decide import Rates, Room
-from memo.estimate.step_seconds import Ends, layers_s, step_seconds
+from memo.estimate.step_seconds import Ends, UnitRates, layers_s, step_seconds
 from memo.launch import Launch
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
-from memo.profiler import MeasuredUnit
 from memo.swap.placing import placed
 from testing.ranks import pool
 from tests.helpers import argv, bound_arena
@@ -31,7 +30,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
     tensors = tensors_of(cfg, 4)
     groups = groups_of(tensors)
     size = {group: sum(tensors[name].nbytes for name in names) for group, names in groups.items()}
-    units = tuple(MeasuredUnit(ROWS, s, 2 * s, 0.0, 0.0, {
+    units = tuple(UnitRates(ROWS, s, 2 * s, 0.0, 0.0, {
         group: recompute_s * s * n / sum(size.values()) for group, n in size.items()}) for s in forward_s)
     always = sum(tensors[name].nbytes for name in ("x", "attn_out", "lse"))
     rate = (always + alpha * sum(size.values())) / N

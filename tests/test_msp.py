@@ -20,7 +20,7 @@ from memo.errors import ConfigError
 from memo.estimate import budget, hardware, report, search
 from memo.estimate.arena import fast_arena
 from memo.estimate.regions import activation_lines
-from memo.estimate.step_seconds import Ends, Lanes
+from memo.estimate.step_seconds import Ends, Lanes, UnitRates
 from memo.flat import layer_numel
 from memo.launch import Launch
 from memo.layer import tensors_of
@@ -29,7 +29,6 @@ from memo.load_config import load_config
 from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
-from memo.profiler import MeasuredUnit
 from memo.schedule.order import forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
@@ -202,7 +201,7 @@ def facts_of(cfg, unit_s, message_s):
     """StageFacts of stages whose units take so long, forward, and whose lanes take so long for a layer's
     weights."""
     ends, rows = Ends(0.0, 0.0, *[(0.0,) * cfg.subsequences] * 2), cfg.block_size // cfg.subsequences
-    units = tuple(MeasuredUnit(rows, s, 2 * s, 0.0, 0.0, {}) for s in unit_s)
+    units = tuple(UnitRates(rows, s, 2 * s, 0.0, 0.0, {}) for s in unit_s)
     rates = Rates(sum(unit_s), 2 * sum(unit_s), {}, 1e12, 1e12, 0, units)
     numel = layer_numel(cfg, 1)
     lanes = Lanes((4 * numel / message_s,) * cfg.pp, numel) if message_s else None

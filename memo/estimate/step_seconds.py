@@ -5,9 +5,9 @@ which of them hide. Source: MEMO 4.1."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from memo.layer import Tensor
+from memo.layer import ATTENTION, Tensor
 from memo.schedule.periods import Totals, totals_of
 from memo.schedule.program import EMBEDDING
 from memo.schedule.step import COPIES, Moved, Op, Step
@@ -15,23 +15,28 @@ from memo.swap.placement import Placement
 from memo.swap.sizes import Sizes
 
 
-class UnitRates(Protocol):
-    """Seconds of a layer's unit at one subsequence. `sweep_s`: to make its keys and values again.
-    recompute_s(missing): to recompute rows, as in Placement.missing."""
+@dataclass
+class UnitRates:
+    """Seconds of a layer's unit at one subsequence, of so many `rows`. `sweep_s`: to make its keys and values
+    again; `attention_s`, `groups_s`: to rebuild all rows of attention's output, and of each group."""
 
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def backward_s(self) -> float: ...
-    @property
-    def sweep_s(self) -> float: ...
+    rows: float
+    forward_s: float
+    backward_s: float
+    sweep_s: float
+    attention_s: float
+    groups_s: dict[str, float]
 
-    def recompute_s(self, missing: dict[str, slice]) -> float: ...
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        """Counts the seconds to recompute rows {tensor: slice}, as in Placement.missing."""
+        parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
+        groups_s: float = sum(parts.get(group, 0.0) * s for group, s in self.groups_s.items())
+        return groups_s + (self.attention_s if parts.get(ATTENTION) else 0.0)
 
 
 @dataclass(frozen=True)
 class PartOfUnit:
-    """The UnitRates of a piece of a unit's rows. `part`: of the unit's FLOPs; `rows`: of its rows."""
+    """Seconds of a piece of a unit's rows. `part`: of the unit's FLOPs; `rows`: of its rows."""
 
     unit: UnitRates
     part: float
@@ -54,13 +59,14 @@ class PartOfUnit:
         return self.part * self.unit.recompute_s(whole)
 
 
-def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates]:
+def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates | PartOfUnit]:
     """The UnitRates of a layer's units of whole subsequences made those of Placement.lengths."""
     p, parts = placement, [1.0] * placement.subsequences
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
-    own = [unit if part == 1 else PartOfUnit(unit, part, n / whole)
-           for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
+    own: list[UnitRates | PartOfUnit] = [
+        unit if part == 1 else PartOfUnit(unit, part, n / whole)
+        for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
     return own + [PartOfUnit(units[piece.subsequence], piece.part, piece.rows / p.cuts[piece.subsequence])
                   for piece in p.guests]
 

@@ -21,6 +21,7 @@ from memo.estimate.roofline import (
     Unit,
     total,
 )
+from memo.estimate.step_seconds import UnitRates
 from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.layout import Layout
 from memo.subsequences import subsequence_lengths
@@ -151,13 +152,12 @@ class Block(Unit):
         return [*(cost for op in keys for cost in self.operation(op)), self.input_message(keys)]
 
 
-class UnitSeconds:
-    """Seconds of a unit: a UnitRates (step_seconds.py). `groups_s`: to rebuild all rows of each group, and
-    `attention_s` those of attention's output; `sweep_s`: to make keys and values again; `messages_s`: the
-    exposed seconds of forward and backward."""
+class UnitSeconds(UnitRates):
+    """The UnitRates that a unit's Costs add up to. `attention_kernels_s`, `messages_s`: of these in forward
+    and backward, for attention's kernels and for what nothing hides of messages."""
 
     def __init__(self, unit: Block | Metp) -> None:
-        self.unit, u = unit, unit
+        self.unit, u, self.rows = unit, unit, unit.own
         forward, backward, sweep = u.forward(), u.backward(), list[Cost]()
         if u.several:
             copied = u.copy(2 * u.C)  # the input between the stream and the unit, and dx back
@@ -174,12 +174,11 @@ class UnitSeconds:
             self.attention_s = total(u.attend())
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
-        """Seconds to recompute rows {tensor: slice}, as in Placement.missing."""
-        part = {name: (r.stop - r.start) / self.unit.own for name, r in missing.items()}
-        if isinstance(self.unit, Metp):
-            return total(self.unit.rebuilt(part.get(ATTENTION, 0.0), part.get("mid", 0.0)))
-        groups_s: float = sum(part.get(group, 0.0) * s for group, s in self.groups_s.items())
-        return groups_s + (self.attention_s if part.get(ATTENTION) else 0.0)
+        if not isinstance(self.unit, Metp):
+            return super().recompute_s(missing)
+        rebuilt = ((r.stop - r.start) / self.rows if (r := missing.get(name)) else 0.0
+                   for name in (ATTENTION, "mid"))
+        return total(self.unit.rebuilt(*rebuilt))
 
 
 class LayerSeconds:
