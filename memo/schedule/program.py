@@ -191,9 +191,10 @@ class Program:
     def swept_behind(self, unit: Unit) -> list[Unit]:
         """Lists the unit whose keys and values a sweep makes behind the backward of another one, of the layer
         above: none where they are still there."""
+        if self.keys != "made" or not unit.layer:
+            return []
         below = Unit(unit.layer - 1, unit.subsequence)
-        made = self.keys == "made" and below.layer >= 0 and keys_leave(below, self.layers)
-        return [below] if made else []
+        return [below] if keys_leave(below, self.layers) else []
 
     @cached_property
     def input_after(self) -> dict[Unit, Unit]:

@@ -81,14 +81,16 @@ class Waiting:
             stream, access = step.stream, self.memory.access(step)
             reads, writes = access
             # a wait is named by the first place that it protects, of the writes, else of the reads
-            earlier = {writer[place]: place for place in reversed(reads) if place in writer}
+            earlier = {}
+            for place in (*reversed(reads), *reversed(writes)):
+                last = writer.get(place)
+                if last is not None and streams[last] != stream:
+                    earlier[last] = place
             for place in reversed(writes):
-                if place in writer:
-                    earlier[writer[place]] = place
                 if place in readers:
-                    earlier.update(dict.fromkeys(readers[place].values(), place))
+                    earlier |= {k: place for other, k in readers[place].items() if other != stream}
             clock, waits = dict(self.clock_of.get(stream, {})), {}
-            for other in sorted((k for k in earlier if streams[k] != stream), reverse=True):
+            for other in sorted(earlier, reverse=True):
                 if other > clock.get(streams[other], -1):
                     waits[self.steps[other]] = earlier[other]
                     advance(clock, self.clocks[other])
