@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -40,20 +39,19 @@ from memo.layout import Layout
 from memo.matmul import check_products
 from memo.metp_block import MetpBlock
 from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import attention_over_ranks, local_positions
+from memo.parallel.cp import attention_over_ranks
 from memo.parallel.mesh import ALONE, Mesh
-from memo.parallel.prefix import over_prefix
 from memo.parallel.tp import local
 from memo.planner.allocator import Arena, NoArena
 from memo.protocols import LayerBlock, Source
 from memo.rope import parse_scaling, scaled
+from memo.row_order import row_order
 from memo.schedule.execute import Work
 from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
-from memo.subsequences import slice_lengths
 from memo.swap.buffers import Swap
 from memo.swap.lending import of_sequences
 from memo.swap.placement import Placement, with_stream
@@ -93,13 +91,13 @@ class GPT:
                  mesh: Mesh = ALONE) -> None:
         device = torch.device(device)
         self.cfg, self.device, self.dtype, self.mesh = cfg, device, dtype, mesh
-        attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
+        kernel = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         check_products(cfg.matmul, device)
-        over = mesh.tokens, cfg.context_parallel, self.ops.merge
+        # to a whole sequence, and to pieces of several subsequences
         # METP's keys and values are those of one group of heads: a second hop takes little memory
-        self.attention = attention_over_ranks(attention, *over, ahead=1 + cfg.metp)
-        self.prefix = over_prefix(attention, *over)  # with several subsequences
+        self.attention, self.prefix = attention_over_ranks(kernel, mesh.tokens, cfg.context_parallel,
+                                                           self.ops.merge, ahead=1 + cfg.metp)
         self.layout, self.buckets = local_layout(cfg, mesh.weights.size, mesh.replicas.size)
         self.micro_batches = cfg.micro_batches(mesh.dp.size) // mesh.dp.size  # in a step
         # one tensor each: a norm, a cast or an optimizer step is one kernel, and a shard is a range
@@ -131,7 +129,7 @@ class GPT:
         """What computes with the tensors of a layer among {name: tensor}."""
         w, dw = (Weights(**self.named(tensors, f"h.{layer}.")) for tensors in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else Block
-        return kind(self.cfg, w, dw, self.attention, self.prefix, self.ops, self.mesh)
+        return kind(self.cfg, w, dw, (self.attention, self.prefix), self.ops, self.mesh)
 
     def guest_block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
         """What computes with the flat parameters of a layer, like those of the first one here."""
@@ -171,20 +169,19 @@ class GPT:
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
-        here = local_positions(cfg, T * cfg.cp, self.mesh)
+        order = row_order(cfg, T * cfg.cp, self.mesh)
+        here = order.positions()
         self.lengths = [len(t) for t in here]
         self.positions = [t.to(self.device).repeat(B) for t in here]
         self.turn = [self.rotations_of(positions) for positions in self.positions]
-        p, slices = self.swap.placement, slice_lengths(cfg, T * cfg.cp)
+        p = self.swap.placement
         self.unit_turn = dict(enumerate(self.turn))
         for unit, s in self.swap.units.items() if p.several else ():
             first, end, i = 0, len(s.x), unit[1]
             if guest := p.guest_of.get(i):
                 first, end, i = guest.first, guest.end, guest.subsequence
-            tokens = [rows * (1 if cfg.metp else tp.size) // B for rows in (first, end)]
-            ends = accumulate(n // cfg.token_ranks for n in slices[i])
-            inside = [tokens[0], *(n for n in ends if tokens[0] < n < tokens[1]), tokens[1]]
-            s.slices = [b - a for a, b in pairwise(inside)]
+            tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
+            s.slices = order.slices_of(i, *tokens)
             if end - first < p.cuts[i] and (turn := self.turn[i]) is not None:
                 self.unit_turn[unit[1]] = of_sequences(turn, B, first, end).flatten(0, 1)
 

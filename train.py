@@ -114,7 +114,7 @@ def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor
     """[tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
     cfg = run.cfg
     # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
-    pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.columns)
+    pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.order)
     return [to_device(t, run.device, cfg.pin_memory) for t in pair]
 
 

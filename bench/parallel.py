@@ -21,7 +21,7 @@ from memo.layout import Layout
 from memo.ops import TORCH
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
+from memo.parallel.cp import attention_over_ranks, ring_tile
 from memo.parallel.mesh import open_mesh
 from memo.plots import plain
 from memo.swap.placement import Placement
@@ -134,7 +134,7 @@ def balance():
     chunks."""
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
-        zigzag = [sum(scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp))
+        zigzag = [sum(scores(*ring_tile((rank - step) % cp, rank, cp, T), T) for step in range(cp))
                   for rank in range(cp)]
         plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
         busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]
@@ -170,8 +170,8 @@ class Slow(Axis):
 def ring(host, S, delays, rounds):
     """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
     axis = Slow("cp", host.size, host.rank, host.group)
-    attention = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
-    T = sum(end - first for first, end in local_token_ranges(S, axis, "ring"))
+    attention, _ = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    T = S // axis.size
     q, k, v, dout = torch.randn(4, 1, T, 4, 64)
     seconds = {d: [] for d in delays}
     for _ in range(rounds):
@@ -182,9 +182,9 @@ def ring(host, S, delays, rounds):
                 host.max(0)  # together
                 start = time.perf_counter()
                 if backward:
-                    attention.backward(dout, q, k, v, out, lse, True, 0.125)
+                    attention.backward(dout, q, [(k, v)], [], out, lse, 0.125)
                 else:
-                    out, lse = attention.forward(q, k, v, True, 0.125)
+                    out, lse = attention.forward(q, [(k, v)], 0.125)
                 times.append(host.max(time.perf_counter() - start)[0])
             seconds[d].append(times)
     return {d: torch.tensor(t).median(0).values.tolist() for d, t in seconds.items()}

@@ -1,115 +1,44 @@
-"""Attention on one device: `attention_forward -> out, lse` and `attention_backward -> dq, dk, dv`.
+"""Attention on one device: the kernels, each a pair `forward -> out, lse` and `backward -> dq, dk, dv`.
 
 Shapes: q, out and their gradients (B, T, H, D), k, v and theirs (B, T, Hkv, D), any strides with D innermost;
 lse (B, H, T) fp32, natural logarithm, scale included. Query head h reads head h Hkv // H of keys and values,
-which no kernel copies. A causal mask aligns the first query with the first key. The kernel is
-chosen once, see memo/backends.py. Heads are independent of each other: attend() and attend_backward() go
-through groups of heads, so that the kernels' temporary tensors stay small.
+which no kernel copies. A causal mask aligns the first query with the first key. A backward takes out and lse
+of all keys that its queries see, which may be more than it is given. The kernel is chosen once, see
+memo/backends.py; which queries meet which keys is said in memo/attend.py.
 """
 
 import importlib
 import inspect
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from memo.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 from memo.errors import Unusable
-from memo.layer import heads_at_once
-from memo.parallel.visits import Visits
-
-# what the blocks are handed. `name`: the kernel's; `heads`: it takes multiples of so many; `takes_out`: its
-# forward has out=, where it writes; `label`: its name and version, and why it was chosen; `start`: a ring's
-# that sends k and v off before forward or backward, which get those of the other ranks as coming=
-Attention = namedtuple("Attention", "name forward backward heads takes_out label start",
-                       defaults=(1, False, "", None))
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]  # that of an ops.Ops
-Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see cp.py
+
+
+class Kernel(NamedTuple):
+    """`forward(q, k, v, causal, scale)`, `backward(dout, q, k, v, out, lse, causal, scale)`. `takes_out`: its
+    forward has out=, where it writes; `label`: its name and version, and why it was chosen."""
+
+    name: str
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+    takes_out: bool = False
+    label: str = ""
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """(B, T, H, D) <-> (B, H, T, D), as views."""
     return [t.transpose(1, 2) for t in tensors]
-
-
-# --- group by group of heads ---
-
-def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> list[tuple[slice, slice]]:
-    """[(slice of the H heads of queries, slice of the Hkv of keys that they read)], as many at a time as
-    layer.heads_at_once gives."""
-    sharing = H // Hkv
-    heads = heads_at_once(rows, D, H, multiple, sharing)
-    queries = [slice(i, min(i + heads, H)) for i in range(0, H, heads)]
-    return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
-
-
-def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
-    """The keys and values of other ranks that attend() and attend_backward() of H heads of queries take
-    first, for their `coming`; None where they are sent nowhere."""
-    if attention.start is None:
-        return None
-    B, T, Hkv, D = k.shape
-    _, kv = slices_of_heads(B * T, D, H, Hkv, attention.heads)[0]
-    return attention.start(k[:, :, kv], v[:, :, kv])
-
-
-def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
-         meanwhile: Meanwhile | None) -> dict[str, object]:
-    """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
-    given = dict(coming=coming if h is groups[0][0] else None,
-                 meanwhile=meanwhile if h is groups[-1][0] else None)
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-           scale: float, out: torch.Tensor, lse: torch.Tensor, coming: Visits | None = None,
-           meanwhile: Meanwhile | None = None) -> None:
-    """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
-    `meanwhile` is called between the blocks of a ring (cp.py)."""
-    B, T, H, D = q.shape
-    groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
-    for h, kv in groups:
-        where = dict(out=out[:, :, h]) if attention.takes_out else {}
-        got, lse[:, h] = attention.forward(q[:, :, h], k[:, :, kv], v[:, :, kv], causal, scale, **where,
-                                           **ends(groups, h, coming, meanwhile))
-        if not where:
-            out[:, :, h] = got
-        del got  # before the next group's
-
-
-def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                    v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float,
-                    coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> Gradients:
-    """-> dq, dk, dv; `coming`, `meanwhile`: as attend(). Several groups of heads write them over q, k, v:
-    each gradient exists once. Groups that share a head of keys and values come one after the other: their
-    gradients of it are summed in fp32."""
-    B, T, H, D = q.shape
-    groups = slices_of_heads(B * T, D, H, k.shape[2], attention.heads)
-    sums, last = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
-    for (h, kv), following in zip(groups, last, strict=True):
-        q_, k_, v_ = q[:, :, h], k[:, :, kv], v[:, :, kv]
-        dq, *dkv = attention.backward(dout[:, :, h], q_, k_, v_, out[:, :, h], lse[:, h].contiguous(), causal,
-                                      scale, **ends(groups, h, coming, meanwhile))
-        if len(groups) == 1:
-            return dq, *dkv
-        q_.copy_(dq)
-        del dq  # before the next group's
-        if sums is not None:
-            dkv = [s.add_(g) for s, g in zip(sums, dkv, strict=True)]
-        sums = [g.float() for g in dkv] if kv == following else None
-        if sums is None:
-            k_.copy_(dkv[0])
-            v_.copy_(dkv[1])
-        del dkv
-    return q, k, v
 
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
@@ -136,7 +65,6 @@ def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 
 def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
-    # through the lse of the caller: that of a ring covers more keys than these
     p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
@@ -243,8 +171,8 @@ def bound(module: ModuleType, name: str, needed: Sequence[str],
     return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
 
 
-def installed_kernel(name: str) -> Attention:
-    """The Attention of a package's kernel. Errors: Unusable."""
+def installed_kernel(name: str) -> Kernel:
+    """The Kernel of a package. Errors: Unusable."""
     distribution, module, forward, backward = INTERFACES[name]
     try:
         found = importlib.import_module(module)
@@ -276,7 +204,7 @@ def installed_kernel(name: str) -> Attention:
         label = f"{name} {version(distribution)}"
     except PackageNotFoundError:
         label = name
-    return Attention(name, attention_forward, attention_backward, 1, takes_out, label)
+    return Kernel(name, attention_forward, attention_backward, takes_out, label)
 
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
@@ -302,21 +230,21 @@ def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tenso
     return gradients
 
 
-def on_meta(name: str) -> Attention:
+def on_meta(name: str) -> Kernel:
     """The kernel `name`, whose results have shapes only."""
-    return Attention(name, meta_forward, partial(meta_backward, name), 1, name == "flash_attn_4")
+    return Kernel(name, meta_forward, partial(meta_backward, name), name == "flash_attn_4")
 
 
 # --- the choice ---
 
 BACKENDS = {b.name: b for b in (  # those of torch
-    Attention("cudnn", cudnn_forward, cudnn_backward), Attention("flash", flash_forward, flash_backward),
-    Attention("cpu", cpu_forward, cpu_backward), Attention("math", math_forward, math_backward))}
+    Kernel("cudnn", cudnn_forward, cudnn_backward), Kernel("flash", flash_forward, flash_backward),
+    Kernel("cpu", cpu_forward, cpu_backward), Kernel("math", math_forward, math_backward))}
 
 
 def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
-             aligned: bool) -> tuple[Facts, dict[str, Attention]]:
-    """(Facts of this process and its device, {kernel: Attention} of the packages that can be called). A
+             aligned: bool) -> tuple[Facts, dict[str, Kernel]]:
+    """(Facts of this process and its device, {name: Kernel} of the packages that can be called). A
     package is imported only where its kernel could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -335,13 +263,13 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-                      aligned: bool = True) -> Attention:
-    """The Attention of the kernel called `name`, or for "auto" of the fastest one there is. On the meta
+                      aligned: bool = True) -> Kernel:
+    """The Kernel called `name`, or for "auto" of the fastest one there is. On the meta
     device any. `aligned`: as backends.Facts has it. Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
     facts, found = facts_of(device, dtype, head_dim, aligned)
     name, why = choose_kernel(name, facts)
-    attention = found.get(name) or BACKENDS[name]
-    label = attention.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
-    return attention._replace(label=f"{label}: {why}" if why else label)
+    kernel = found.get(name) or BACKENDS[name]
+    label = kernel.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
+    return kernel._replace(label=f"{label}: {why}" if why else label)

@@ -11,7 +11,7 @@ import torch
 
 from memo.errors import ConfigError, DataError, reason
 from memo.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
-from memo.parallel.cp import interleaved
+from memo.row_order import RowOrder
 from memo.tokenizer import load_tokenizer
 from memo.tokens import DATA, DTYPES
 
@@ -33,17 +33,15 @@ class Data:
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
-              columns: list[list[list[tuple[int, int]]]] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) each, the targets one token later. `columns`, as of
-        cp.token_columns: the ranges of each sequence that are read, by default all S tokens.
-        Errors: DataError: a token id beyond the vocabulary."""
+              order: RowOrder | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, targets): int64 (B, T) each, the targets one token later. `order`: which tokens of each
+        sequence are read, by default all S. Errors: DataError: a token id beyond the vocabulary."""
         offsets = self.offsets(split, step, micro_step, B, S, seed)
-        made: list[torch.Tensor] = []
-        for subsequence in columns or [[[(0, S)]]]:
-            windows = [self.windows(split, offsets, *r) for column in subsequence for r in column]
-            both = torch.cat([w[:, :-1] for w in windows], 1), torch.cat([w[:, 1:] for w in windows], 1)
-            made.append(interleaved(torch.stack(both), len(subsequence)))  # (2, B, T_i)
-        tokens, targets = torch.cat(made, 2)
+
+        def read(first: int, end: int) -> torch.Tensor:
+            windows = self.windows(split, offsets, first, end)
+            return torch.stack((windows[:, :-1], windows[:, 1:]))  # (2, B, end - first)
+        tokens, targets = torch.cat((order or RowOrder([(S,)])).deal(read), 2)
         return tokens, targets
 
     def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:

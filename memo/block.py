@@ -12,15 +12,15 @@ buffer. What is token-wise goes piece by piece of rows (parallel/tp.py), attenti
 (layer_attention.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 
-from memo.activations import Activations, Weights
-from memo.attention import Attention
+from memo.activations import Activations, Pieces, Weights
+from memo.attend import Attention
 from memo.config import Config
 from memo.layer import KEYS_VALUES, layer_of
 from memo.layer_attention import LayerAttention
@@ -28,7 +28,6 @@ from memo.matmul import Linear, Rows, matmul_of
 from memo.mlp import mlp_of
 from memo.ops import Ops
 from memo.parallel.mesh import Mesh
-from memo.parallel.prefix import PrefixAttention
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
@@ -59,10 +58,10 @@ class Block:
     any range of rows and gives the same bits as the whole: recomputing a part of a layer rests on that.
     """
 
-    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
-                 prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
+                 mesh: Mesh) -> None:
         self.w, self.dw, self.ops, self.tp, self.eps = w, dw, ops, mesh.weights, cfg.norm_eps
-        self.attention = LayerAttention(cfg, w, dw, attention, prefix, ops, mesh)
+        self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
         tensors = layer_of(cfg).skeletal
         names = [t.name for t in tensors]
@@ -87,23 +86,23 @@ class Block:
         self.queries_keys_values(s, turn, rows)
         if len(s.attn_out[rows["attn_out"]]):
             q, out = self.attention.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
-            keys = () if s.pieces else self.keys_of(s)
+            keys = [] if s.pieces else self.keys_of(s)
             self.attention.forward(s, turn, q, keys, out, s.lse)
         self.projection(s, rows)
         self.mlp_but_output(s, rows)
 
     def extend(self, s: Activations, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
-               attention: Attention, out: torch.Tensor) -> None:
+               attend: Callable[..., torch.Tensor], out: torch.Tensor) -> None:
         """The forward of one sequence's last token alone, whose query sees all `keys` and `values` (1, T,
         Hkv, D), as pieces hold them; the last ones are the token's own, and written here. So text is
-        generated. `attention`: an Attention of one query."""
+        generated. `attend(q, keys, values, scale)`: what one query finds."""
         self.queries_keys_values(s, turn, self.every_row)
         q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
         if self.attention.head_norms:
             norms = self.attention.norms(turn)
             q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
-        s.attn_out.view(q.shape).copy_(attention.forward(q, keys, values, False, self.attention.scale)[0])
+        s.attn_out.view(q.shape).copy_(attend(q, keys, values, self.attention.scale))
         self.projection(s, self.every_row)
         self.mlp_but_output(s, self.every_row)
         self.output(s, out)
@@ -118,7 +117,7 @@ class Block:
                 if rows[name] != NO_ROWS:
                     self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
         if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
-            self.attention.put_keys(s, turn, *self.keys_of(s))
+            self.attention.put_keys(s, turn, *self.keys_of(s)[0])
 
     def with_keys(self, s: Activations) -> Activations:
         """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
@@ -131,9 +130,10 @@ class Block:
             k, v = (s.x.new_empty(rows, width) for _ in range(2))
         return replace(s, **{name: t.view(len(s.x), self.tp.size, -1) for name, t in (("k", k), ("v", v))})
 
-    def keys_of(self, s: Activations) -> list[torch.Tensor]:
-        """(B, T, Hkv/tp, D) twice."""
-        return self.attention.heads(s.k, s.v, like=s.lse)
+    def keys_of(self, s: Activations) -> Pieces:
+        """The layer's own k and v, (B, T, Hkv/tp, D), as one piece."""
+        k, v = self.attention.heads(s.k, s.v, like=s.lse)
+        return [(k, v)]
 
     def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
         """The unit's own piece again, from its input x (n, C)."""
@@ -223,7 +223,7 @@ class Block:
         if s.pieces:
             if attention.head_norms:  # the norm's backward wants k as it was before
                 self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
-            gradients = [*gradients, *attention.key_gradients(s, turn, *self.keys_of(s))]
+            gradients = [*gradients, *attention.key_gradients(s, turn, *self.keys_of(s)[0])]
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients

@@ -1,4 +1,4 @@
-"""Attention as a layer takes it, whoever has the other tokens: of its q, k and v as it makes them, over one
+"""Attention of a layer: of its q, k and v as it makes them, whoever has the other tokens, over one
 sequence, or with several subsequences over those up to its own.
 
 Keys and values of several subsequences lie in pieces, `s.pieces`, which later subsequences read. Where a
@@ -10,26 +10,19 @@ before. A group of heads is normed and rotated right before attention takes it, 
 no normed tensor is longer there than that, and none is copied to the host.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from memo.activations import Activations, Weights
-from memo.attention import Attention, Gradients, Meanwhile, Result, attend, attend_backward
+from memo.activations import Activations, Pieces, Weights
+from memo.attend import Attention, Meanwhile, Pair, attend, attend_backward, in_slices, of_heads
+from memo.attention import Gradients, Result
 from memo.config import Config
 from memo.layer import layer_of
 from memo.ops import Ops
 from memo.parallel.mesh import Mesh
-from memo.parallel.prefix import (
-    EVERYTHING,
-    PrefixAttention,
-    attend_prefix,
-    attend_prefix_backward,
-    in_slices,
-    of_heads,
-)
 from memo.parallel.visits import Visits
+from memo.tiles import EVERYTHING
 
 Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward
 
@@ -69,67 +62,61 @@ class HeadNorms:
         if self.turn is not None:
             self.ops.rotary(x.view(*self.turn.shape[:2], -1), self.turn, back)
 
-    def over(self, attention: Attention) -> Attention:
-        """`attention` of normed q and k: an Attention of the same shape."""
+    def over(self, attention: Attention, several: bool) -> Attention:
+        """`attention` of normed q and k. Of several subsequences keys are normed once, by to_pieces, for many
+        queries read them: pieces hold normed keys."""
+
+        def normed(pieces: Pieces) -> tuple[Pieces, list[Kept]]:
+            if several:
+                return pieces, []
+            [(k, v)] = pieces
+            k, kept = self.forward("k", k)
+            return [(k, v)], [kept]
 
         def start(k: torch.Tensor, v: torch.Tensor) -> Visits:
+            assert attention.start is not None
             return attention.start(self.forward("k", k)[0], v)
 
-        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: object,
-                    **more: object) -> Result:
+        def forward(q: torch.Tensor, pieces: Pieces, *how: object, **more: object) -> Result:
             q, _ = self.forward("q", q)
-            k, _ = self.forward("k", k)
-            return attention.forward(q, k, v, *how, **more)
+            return attention.forward(q, normed(pieces)[0], *how, **more)
 
-        def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *how: object,
+        def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, *how: object,
                      **more: object) -> Gradients:
             q, q_kept = self.forward("q", q)
-            k, k_kept = self.forward("k", k)
-            dq, dk, dv = attention.backward(dout, q, k, *how, **more)
-            del q, k
+            pieces, k_kept = normed(pieces)
+            dq, *dkv = attention.backward(dout, q, pieces, *how, **more)
+            dq = dq.to(q.dtype)
+            del q, pieces
             dq = self.backward("q", dq, q_kept)
-            dk = self.backward("k", dk, k_kept)
-            return dq, dk, dv
-        return attention._replace(forward=forward, backward=backward, start=attention.start and start)
+            if dkv:
+                dkv[0] = self.backward("k", dkv[0], *k_kept)
+            return [dq, *dkv]
 
-    def over_prefix(self, prefix: PrefixAttention) -> PrefixAttention:
-        """`prefix` of normed q and k: a PrefixAttention of the same shape. Queries are normed when attention
-        takes them; keys once, by to_pieces, for many queries read them: pieces hold normed keys."""
+        def to_pieces(k: torch.Tensor, v: torch.Tensor) -> Pair:
+            return attention.to_pieces(self.forward("k", k)[0], v)
 
-        def forward(q: torch.Tensor, *pieces: object) -> Result:
-            q, _ = self.forward("q", q)
-            return prefix.forward(q, *pieces)
-
-        def backward(dout: torch.Tensor, q: torch.Tensor, *pieces: object) -> torch.Tensor:
-            q, kept = self.forward("q", q)
-            dq = prefix.backward(dout, q, *pieces).to(q.dtype)
-            return self.backward("q", dq, kept)
-
-        def to_pieces(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return prefix.to_pieces(self.forward("k", k)[0], v)
-
-        def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor,
-                        v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
             place, kept = self.forward("k", k)
-            dk, dv = prefix.from_pieces(dk, dv, place, v)
+            dk, dv = attention.from_pieces(dk, dv, place, v)
             return k.copy_(self.backward("k", dk, kept)), dv
-        return prefix._replace(forward=forward, backward=backward, to_pieces=to_pieces,
-                               from_pieces=from_pieces)
+        return attention._replace(forward=forward, backward=backward, start=attention.start and start,
+                                  to_pieces=to_pieces, from_pieces=from_pieces)
 
 
 class LayerAttention:
-    """Holds the Attention of one sequence, the PrefixAttention of several subsequences, and norms per head
+    """Holds the Attention to a whole sequence and that to pieces of several subsequences, and norms per head
     where the family has some. `turn`: rotations, or None; `kv_heads`: of a rank."""
 
-    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention, prefix: PrefixAttention,
-                 ops: Ops, mesh: Mesh) -> None:
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
+                 mesh: Mesh) -> None:
         self.w, self.dw, self.ops, self.eps = w, dw, ops, cfg.norm_eps
-        self.attention, self.prefix, layer = attention, prefix, layer_of(cfg)
+        (self.whole, self.pieces), layer = attention, layer_of(cfg)
         # the product of a query and a key has a variance of D; the softmax wants 1
         self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)
         self.head_norms = layer.head_norms
-        self.keys_change = layer.head_norms or prefix.ranks > 1  # on their way to a piece
+        self.keys_change = layer.head_norms or self.pieces.ranks > 1  # on their way to a piece
 
     def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
@@ -140,14 +127,10 @@ class LayerAttention:
         """The norms of q and k, where the family has some."""
         return HeadNorms(self.ops, self.w, self.dw, self.eps, turn)
 
-    def over_sequence(self, turn: torch.Tensor | None) -> Attention:
-        """The Attention of q and k as the layer makes them."""
-        return self.norms(turn).over(self.attention) if self.head_norms else self.attention
-
-    def over_pieces(self, s: Activations, turn: torch.Tensor | None) -> PrefixAttention:
-        """The same over `s.pieces`."""
-        prefix = in_slices(self.prefix, s.slices)
-        return self.norms(turn).over_prefix(prefix) if self.head_norms else prefix
+    def over(self, s: Activations, turn: torch.Tensor | None) -> Attention:
+        """The Attention of q and k as the layer makes them: to the whole sequence, or to `s.pieces`."""
+        attention = in_slices(self.pieces, s.slices) if s.pieces else self.whole
+        return self.norms(turn).over(attention, bool(s.pieces)) if self.head_norms else attention
 
     def keys_apart(self, s: Activations) -> bool:
         """Says whether the unit's own piece does not hold keys and values as the layer makes them; so, too,
@@ -158,34 +141,26 @@ class LayerAttention:
                  kv: slice = EVERYTHING) -> None:
         """Writes the layer's k and v into the unit's own piece."""
         [own] = of_heads(s.pieces[-1:], kv)
-        for place, tensor in zip(own, self.over_pieces(s, turn).to_pieces(k, v), strict=True):
+        for place, tensor in zip(own, self.over(s, turn).to_pieces(k, v), strict=True):
             place.copy_(tensor)
 
-    def forward(self, s: Activations, turn: torch.Tensor | None, q: torch.Tensor,
-                keys: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING,
-                coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> None:
-        """Writes into out and lse the attention of q to the pieces, or where there are none to `keys`, (k,
-        v). `coming`, `meanwhile`: see attend()."""
-        if s.pieces:
-            attend_prefix(self.over_pieces(s, turn), q, of_heads(s.pieces, kv), self.scale, out, lse)
-        else:
-            k, v = keys
-            attend(self.over_sequence(turn), q, k, v, True, self.scale, out, lse, coming, meanwhile)
+    def forward(self, s: Activations, turn: torch.Tensor | None, q: torch.Tensor, keys: Pieces,
+                out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING, coming: Visits | None = None,
+                meanwhile: Meanwhile | None = None) -> None:
+        """Writes into out and lse the attention of q to the pieces, or where there are none to `keys`, [(k,
+        v)]. `coming`, `meanwhile`: see attend()."""
+        attend(self.over(s, turn), q, of_heads(s.pieces, kv) or keys, self.scale, out, lse, coming, meanwhile)
 
     def backward(self, s: Activations, turn: torch.Tensor | None, dout: torch.Tensor, q: torch.Tensor,
-                 keys: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING,
+                 keys: Pieces, out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING,
                  coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> Gradients:
         """-> dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
-        if s.pieces:
-            return [attend_prefix_backward(self.over_pieces(s, turn), dout, q, of_heads(s.pieces, kv),
-                                           of_heads(s.sums, kv), out, lse, self.scale)]
-        k, v = keys
-        return attend_backward(self.over_sequence(turn), dout, q, k, v, out, lse, True, self.scale, coming,
-                               meanwhile)
+        return attend_backward(self.over(s, turn), dout, q, of_heads(s.pieces, kv) or keys,
+                               of_heads(s.sums, kv), out, lse, self.scale, coming, meanwhile)
 
     def key_gradients(self, s: Activations, turn: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
                       kv: slice = EVERYTHING) -> Gradients:
         """-> dk, dv of the unit's own piece, over k and v, when later subsequences and the unit have added
         all of theirs. `k`: with norms per head as the layer makes it."""
         [sums] = of_heads(s.sums[-1:], kv)
-        return self.over_pieces(s, turn).from_pieces(*sums, k, v)
+        return self.over(s, turn).from_pieces(*sums, k, v)

@@ -24,9 +24,9 @@ from memo.batch import Data
 from memo.errors import RunFailed
 from memo.estimate.expected import lack_of_memory
 from memo.files import JsonObject
-from memo.parallel.cp import local_positions
 from memo.parallel.tp import own_ids
 from memo.protocols import Model
+from memo.row_order import row_order
 
 VALUE = 8  # tokens
 NEEDLE = 2 * VALUE  # a key and a value
@@ -83,7 +83,7 @@ def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> t
     with room_for(f"{B} x {length:,} tokens"):
         if model.shape != (shape := (B, length // model.mesh.tokens.size)):
             model.reserve_forward(*shape)  # of one layer, whose memory all layers use in turns
-        here = local_positions(model.cfg, length, model.mesh)  # of each sequence, by subsequence
+        here = row_order(model.cfg, length, model.mesh).positions()  # of each sequence, by subsequence
         made = torch.zeros(2, B * length, dtype=torch.float64)
 
         def read(i: int, x: torch.Tensor) -> None:  # (n_i, C)

@@ -16,8 +16,9 @@ from functools import partial
 
 import torch
 
-from memo.activations import Activations, Weights
-from memo.attention import Attention, Gradients, Meanwhile, start_keys
+from memo.activations import Activations, Pieces, Weights
+from memo.attend import Attention, Meanwhile, of_heads, start_keys
+from memo.attention import Gradients
 from memo.block import EVERY_ROW, NO_ROWS
 from memo.config import Config
 from memo.layer import head_groups, layer_of, makes_queries_early
@@ -40,22 +41,21 @@ from memo.parallel.metp import (
     metp_mlp_forward,
     row_pieces,
 )
-from memo.parallel.prefix import PrefixAttention, of_heads
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
-# a group, its matrices, [k, v] where they lie in no pieces, and those that come from the other ranks
-WithKeys = tuple[Heads, Matrices, Sequence[torch.Tensor], Visits | None]
+# a group, its matrices, [(k, v)] where they lie in no pieces, and those that come from the other ranks
+WithKeys = tuple[Heads, Matrices, Pieces, Visits | None]
 
 
 class MetpBlock:
     """Computes a layer, as block.Block does. Every rank of `hops` holds a part of each matrix, and rows of
     its own."""
 
-    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: Attention,
-                 prefix: PrefixAttention, ops: Ops, mesh: Mesh) -> None:
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
+                 mesh: Mesh) -> None:
         self.w, self.dw, self.ops, self.tp, self.hops = w, dw, ops, mesh.weights, mesh.hops
-        self.attention = LayerAttention(cfg, w, dw, attention, prefix, ops, mesh)
+        self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
         layer, self.eps, self.has_mean = layer_of(cfg), cfg.norm_eps, cfg.norm == "layernorm"
         self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
@@ -125,16 +125,16 @@ class MetpBlock:
 
     def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Rows,
                      turn: torch.Tensor | None) -> Ahead[WithKeys]:
-        """Of each group of heads (Heads, its matrices, [k, v], those of the other ranks); without the last
+        """Of each group of heads (Heads, its matrices, [(k, v)], those of the other ranks); without the last
         two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
         has its keys on their way beside the group before."""
         def send_keys(item: tuple[Heads, Matrices]) -> WithKeys:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
-            kv = self.made("kv", normed, matrices, turn, s.lse)
-            return heads, matrices, kv, start_keys(
-                self.attention.over_sequence(turn), heads.q.stop - heads.q.start, *kv)
+            k, v = self.made("kv", normed, matrices, turn, s.lse)
+            return heads, matrices, [(k, v)], start_keys(
+                self.attention.over(s, turn), heads.q.stop - heads.q.start, k, v)
         return Ahead(map(send_keys, coming))
 
     def made(self, names: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
@@ -290,7 +290,7 @@ class MetpBlock:
 
     def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
                               matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
-                              q: torch.Tensor, kv: Sequence[torch.Tensor], others: Visits | None,
+                              q: torch.Tensor, kv: Pieces, others: Visits | None,
                               meanwhile: Meanwhile | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""

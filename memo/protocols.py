@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from memo.attention import Attention
+from memo.attend import Attention
 from memo.block import Block
 from memo.edges import Edges
 from memo.flat import Location

@@ -39,11 +39,11 @@ from memo.optim import Optimizer
 from memo.origin import code, differences
 from memo.out_dir import LOCK, check_shared, is_locked, lock
 from memo.parallel.axis import Axis, T
-from memo.parallel.cp import token_columns
 from memo.parallel.mesh import Mesh
 from memo.planner.trace_step import trace_step
 from memo.protocols import Model
 from memo.report import furnish
+from memo.row_order import row_order
 from memo.run_state import Checked, Decided, Run
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
@@ -295,7 +295,7 @@ def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, dec
     lines = memory.where_it_lives(cfg, decision, model, optimizer)
     records = mesh.of_stages(memory.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              columns=token_columns(model.cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
+              order=row_order(model.cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)
     run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])

@@ -21,6 +21,7 @@ from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.parallel.mesh import Mesh
 from memo.protocols import Model
+from memo.row_order import RowOrder
 
 
 @dataclass(kw_only=True)
@@ -58,7 +59,7 @@ class Run(Decided):
     """A run that can train."""
 
     mesh: Mesh
-    columns: list[list[list[tuple[int, int]]]]  # of a sequence's tokens: see cp.token_columns
+    order: RowOrder  # of the rows of this rank
     model: Model
     optimizer: Optimizer
     decision: Decision

@@ -35,7 +35,6 @@ from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
 from memo import checkpoint
-from memo.attention import Attention
 from memo.block import Block
 from memo.device import pick_device
 from memo.errors import ConfigError, reason
@@ -48,16 +47,14 @@ from memo.tokens import PIECE_CHARS, encode
 from model import GPT
 
 
-def one_query_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
-                      scale: float) -> tuple[torch.Tensor, None]:
-    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D); no logsumexp. Not every
-    kernel takes a single query."""
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D). Not every kernel takes a
+    single query."""
     heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
     out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
-    return out.reshape(q.shape), None
+    return out.reshape(q.shape)
 
 
-ONE_QUERY = Attention("one query", one_query_forward, None)
 Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
 
 
@@ -89,7 +86,7 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     for i, (block, s, (k, v), y) in enumerate(layers):
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
-        block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], ONE_QUERY, y)
+        block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], attend, y)
     model.bring(len(model.blocks) + 1)
     return last_logits(model, swap.x[-1])
 

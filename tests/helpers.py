@@ -18,8 +18,8 @@ from memo.loggers import read_metrics
 from memo.manifest import FORMAT, METADATA, manifest_text
 from memo.msp import helping_pairs
 from memo.optim import Optimizer
-from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_lanes, open_mesh
+from memo.row_order import row_order
 from memo.schedule.simulate import times_of_stages
 from memo.weights import HfWeights
 from model import GPT, initial_weights
@@ -185,7 +185,7 @@ def step(model, optimizer, cfg):
     mesh, loss = model.mesh, torch.zeros(())
     micro_batches = cfg.micro_batches(mesh.dp.size)
     part = 1 / (micro_batches * cfg.cp)
-    mine = torch.cat(local_positions(cfg, cfg.block_size, mesh))
+    mine = torch.cat(row_order(cfg, cfg.block_size, mesh).positions())
     micros = range(mesh.dp.rank, micro_batches, mesh.dp.size)
     for micro in micros:
         whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)

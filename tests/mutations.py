@@ -50,7 +50,7 @@ class Mutation:
 MUTATIONS = [
     Mutation("ring-stale-keys", "memo/parallel/cp.py",  # each hop attends to the rank's own keys again
              "            kv = next(coming)\n",
-             "            next(coming)\n            kv = [k, v]\n",
+             "            next(coming)\n            kv = [*pieces[0]]\n",
              ("tests/test_cp.py::test_attention_over_ranks_is_that_of_one_process[dtype0-1e-05-4-ring-2]",)),
     Mutation("recompute-without-rotation", "memo/block.py",
              "                if rows[name] != NO_ROWS:\n",
@@ -61,8 +61,8 @@ MUTATIONS = [
              "self.norm.copy_(torch.cat(squares).sum().sqrt())",
              (f"{LAYOUT}[rope-dp2-ring]",)),
     Mutation("rolled-labels", "memo/batch.py",  # the last target of each window is its first token
-             "torch.cat([w[:, 1:] for w in windows], 1)",
-             "torch.cat([w[:, :-1].roll(-1, 1) for w in windows], 1)",
+             "torch.stack((windows[:, :-1], windows[:, 1:]))",
+             "torch.stack((windows[:, :-1], windows[:, :-1].roll(-1, 1)))",
              ("tests/test_data.py::test_batches_depend_on_seed_and_step_only",)),
     Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
              "loss += run.model.forward(tokens, targets, scale=part) * part",

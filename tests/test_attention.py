@@ -10,11 +10,10 @@ import torch
 
 from memo import attention as attention_module
 from memo import backends
+from memo.attend import attend, attend_backward
 from memo.attention import (
     BACKENDS,
     Unusable,
-    attend,
-    attend_backward,
     facts_of,
     installed_kernel,
     resolve_attention,
@@ -24,6 +23,9 @@ from memo.config import Config
 from memo.errors import ConfigError
 from memo.estimate import budget, hardware, search
 from memo.load_config import load_config
+from memo.ops import TORCH
+from memo.parallel.axis import Axis
+from memo.parallel.cp import attention_over_ranks
 from memo.planner.rehearsal import FakeArena, kernel_requests
 from tests import fakes
 from tests.helpers import error
@@ -74,6 +76,11 @@ def test_backends_agree_with_the_mathematics(name, kv_heads, causal):
         assert got.shape == g.shape and error(got.float(), g) < limit
 
 
+def alone(kernel):
+    """The Attention of a kernel to a whole sequence, on one rank."""
+    return attention_over_ranks(kernel, Axis("cp"), "ring", TORCH.merge)[0]
+
+
 # --- the packages ---
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -93,9 +100,10 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
     out, lse = torch.zeros(2, 24, 4, 16), torch.zeros(2, 4, 24)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        attend(kernel, q, k, v, True, 0.25, out, lse)
+        attend(alone(kernel), q, [(k, v)], 0.25, out, lse)
         assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
-        got = attend_backward(kernel, dout, q.clone(), k.clone(), v.clone(), out, lse, True, 0.25)
+        keys = [(k.clone(), v.clone())]
+        got = attend_backward(alone(kernel), dout, q.clone(), keys, [], out, lse, 0.25)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(error(a, b) < 1e-5 for a, b in zip(got, gradients, strict=True))
@@ -262,7 +270,7 @@ def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
     q, k, v, dout, out = (torch.empty(s, dtype=torch.bfloat16, device="meta")
                           for s in (shape, shared, shared, shape, shape))
     lse = torch.empty(1, 4, 256, device="meta")
-    arena.run("forward", attend, kernel, q, k, v, True, 0.125, out, lse)
+    arena.run("forward", attend, alone(kernel), q, [(k, v)], 0.125, out, lse)
     arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
     segments = arena.recorded().segments
     sizes = {label: [event[-1] for event in events if event[0] == "malloc"]
@@ -291,8 +299,8 @@ def test_cudnn_is_handed_nothing_that_32_bits_cannot_count(T):
     q, k, v, dout, out = (torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(5))
     lse = torch.empty(1, 32, T, device="meta")
     with Watch():
-        attend(cudnn, q, k, v, True, 0.1, out, lse)
-        attend_backward(cudnn, dout, q, k, v, out, lse, True, 0.1)
+        attend(alone(cudnn), q, [(k, v)], 0.1, out, lse)
+        attend_backward(alone(cudnn), dout, q, [(k, v)], [], out, lse, 0.1)
     assert len(handed) == 64
     spans = {sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for ts in handed for t in ts}
     assert max(spans) < 2**31

@@ -6,12 +6,13 @@ import torch
 from memo.attention import BACKENDS
 from memo.ops import TORCH
 from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks, local_token_ranges, meeting_parts
+from memo.parallel.cp import attention_over_ranks, ring_tile
+from memo.tiles import rank_ranges
 from testing.ranks import pool
 
 
 def positions(S, axis, kind):
-    return torch.cat([torch.arange(*r) for r in local_token_ranges(S, axis, kind)])
+    return torch.cat([torch.arange(*r) for r in rank_ranges(S, axis.rank, axis.size, kind)])
 
 
 def scores(queries, keys, causal, T):
@@ -34,9 +35,9 @@ def attend(host, kind, dtype, limit, Hkv):
         out, lse = attention.forward(q, k, v, True, scale)
         want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
         q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
-        parallel = attention_over_ranks(attention, axis, kind, TORCH.merge)
+        parallel, _ = attention_over_ranks(attention, axis, kind, TORCH.merge)
         axis.sent_bytes = 0
-        out_, lse_ = parallel.forward(q_, k_, v_, True, scale)
+        out_, lse_ = parallel.forward(q_, [(k_, v_)], scale)
         cp, block, keys = axis.size, q_.nbytes, k_.nbytes
         every = max(keys, keys * cp // Hkv)  # where there are fewer heads than ranks, each goes to several
         exchanged = 2 * (block + every) * (cp - 1) // cp
@@ -44,7 +45,7 @@ def attend(host, kind, dtype, limit, Hkv):
         assert out_.dtype == dtype and lse_.shape == (B, H, S // cp)
         if kind == "ring":
             assert (lse_ - lse[..., mine]).abs().max() < limit
-        found = [out_, *parallel.backward(dout_, q_, k_, v_, out_, lse_, True, scale)]
+        found = [out_, *parallel.backward(dout_, q_, [(k_, v_)], [], out_, lse_, scale)]
         for got, whole in zip(found, want, strict=True):
             error = (got - whole[:, mine]).float().norm() / whole[:, mine].float().norm()
             assert got.dtype == dtype and error < limit, (name, error)
@@ -70,7 +71,7 @@ def test_every_token_is_held_once():
 def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
     T = 128
     for cp in (2, 4, 16, 64):
-        work = [[scores(*meeting_parts((rank - step) % cp, rank, T), T) for step in range(cp)]
+        work = [[scores(*ring_tile((rank - step) % cp, rank, cp, T), T) for step in range(cp)]
                 for rank in range(cp)]
         for step in range(cp):
             assert len({row[step] for row in work}) == 1
@@ -79,4 +80,9 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
 
 
 def test_one_rank_is_the_plain_attention():
-    assert attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge) is BACKENDS["cpu"]
+    q, k, v, dout = torch.randn(4, 1, 64, 2, 16, generator=torch.Generator().manual_seed(0))
+    alone, _ = attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge)
+    out, lse = BACKENDS["cpu"].forward(q, k, v, True, 0.25)
+    assert all(map(torch.equal, alone.forward(q, [(k, v)], 0.25), (out, lse)))
+    want = BACKENDS["cpu"].backward(dout, q, k, v, out, lse, True, 0.25)
+    assert all(map(torch.equal, alone.backward(dout, q, [(k, v)], [], out, lse, 0.25), want))

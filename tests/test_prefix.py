@@ -8,13 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo import layer
-from memo.attention import BACKENDS, Attention, installed_kernel, math_backward, math_forward
+from memo.attend import attend, attend_backward
+from memo.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
 from memo.layer_attention import HeadNorms
 from memo.ops import TORCH, rotations
 from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks, local_token_ranges
+from memo.parallel.cp import attention_over_ranks
 from memo.parallel.mesh import ALONE
-from memo.parallel.prefix import attend_prefix, attend_prefix_backward, over_prefix
+from memo.tiles import rank_ranges
 from testing.notes import noted_mesh
 from testing.ranks import pool
 from testing.rendezvous import validate_programs
@@ -41,13 +42,18 @@ def exact(q, k, v, dout):
 def positions_of(cut, axis, kind):
     """The positions of a rank's tokens, of each subsequence."""
     starts = torch.tensor((0, *cut)).cumsum(0).tolist()
-    return [torch.cat([start + torch.arange(*r) for r in local_token_ranges(S, axis, kind)])
+    return [torch.cat([start + torch.arange(*r) for r in rank_ranges(S, axis.rank, axis.size, kind)])
             for start, S in zip(starts, cut, strict=False)]
+
+
+def over_prefix(*how):
+    """The Attention to pieces."""
+    return attention_over_ranks(*how)[1]
 
 
 def pass_over(prefix_at, mine, q, k, v, dout):
     """out, dq, dk, dv of the whole sequence at a rank's tokens `mine`; zeros elsewhere. As a layer is
-    executed: all units' forwards, then all backwards, the last first. `prefix_at`: the PrefixAttention of
+    executed: all units' forwards, then all backwards, the last first. `prefix_at`: the Attention at
     tokens."""
     found = [torch.zeros_like(t) for t in (q, q, k, v)]
     pieces, units = [], []
@@ -55,14 +61,14 @@ def pass_over(prefix_at, mine, q, k, v, dout):
         prefix = prefix_at(at)
         pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
         out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
-        attend_prefix(prefix, q[:, at], pieces, SCALE, out, lse)
+        attend(prefix, q[:, at], pieces, SCALE, out, lse)
         found[0][:, at] = out
         units.append((out, lse))
     sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
     for i in reversed(range(len(mine))):
         at, prefix = mine[i], prefix_at(mine[i])
-        dq = attend_prefix_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
-                                    SCALE)
+        [dq] = attend_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
+                               SCALE)
         assert dq.dtype == q.dtype
         found[1][:, at] = dq
         for whole, g in zip(found[2:], prefix.from_pieces(*sums[i], k[:, at], v[:, at]), strict=True):
@@ -71,7 +77,7 @@ def pass_over(prefix_at, mine, q, k, v, dout):
 
 
 def alone(name="cpu"):
-    """The PrefixAttention of one rank, at any tokens."""
+    """The Attention of one rank, at any tokens."""
     prefix = over_prefix(BACKENDS[name], ALONE.tokens, "ring", TORCH.merge)
     return lambda at: prefix
 
@@ -112,17 +118,17 @@ def test_groups_that_the_caller_makes_are_all_heads():
     [*mine, last], prefix = positions_of(CUTS[3], ALONE.tokens, "ring"), alone()(None)
     pieces = [(k[:, at], v[:, at]) for at in (*mine, last)]
 
-    def attend(*groups):
+    def attended(*groups):
         sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
         out, lse, dq = torch.zeros_like(q[:, last]), torch.zeros(2, H, len(last)), []
         for h, kv in groups:
             of = [[tuple(t[:, :, kv] for t in pair) for pair in pairs] for pairs in (pieces, sums)]
             mine = q[:, last][:, :, h], dout[:, last][:, :, h], out[:, :, h], lse[:, h]
-            attend_prefix(prefix, mine[0], of[0], SCALE, *mine[2:])
-            dq.append(attend_prefix_backward(prefix, mine[1], mine[0], *of, *mine[2:], SCALE))
+            attend(prefix, mine[0], of[0], SCALE, *mine[2:])
+            dq += attend_backward(prefix, mine[1], mine[0], *of, *mine[2:], SCALE)
         return [out, lse, torch.cat(dq, 2), *(t for pair in sums for t in pair)]
-    want = attend((slice(H), slice(2)))
-    assert all(a.equal(b) for a, b in zip(attend((slice(2), slice(1)), (slice(2, H), slice(1, 2))), want,
+    want = attended((slice(H), slice(2)))
+    assert all(a.equal(b) for a, b in zip(attended((slice(2), slice(1)), (slice(2, H), slice(1, 2))), want,
                                           strict=True))
 
 
@@ -135,11 +141,11 @@ def test_one_piece_is_the_plain_call():
             calls.append(args)
             return getattr(BACKENDS["cpu"], which)(*args)
         return call
-    attention = Attention("cpu", called("forward"), called("backward"))
-    prefix = over_prefix(attention, ALONE.tokens, "ring", TORCH.merge)
+    kernel = Kernel("cpu", called("forward"), called("backward"))
+    prefix = over_prefix(kernel, ALONE.tokens, "ring", TORCH.merge)
     out, lse, sums = torch.empty_like(q), torch.empty(2, H, 64), tuple(torch.zeros(2, 2, 64, 2, D))
-    attend_prefix(prefix, q, [(k, v)], SCALE, out, lse)
-    dq = attend_prefix_backward(prefix, dout, q, [(k, v)], [sums], out, lse, SCALE)
+    attend(prefix, q, [(k, v)], SCALE, out, lse)
+    [dq] = attend_backward(prefix, dout, q, [(k, v)], [sums], out, lse, SCALE)
     want_out, want_lse = BACKENDS["cpu"].forward(q, k, v, True, SCALE)
     want = BACKENDS["cpu"].backward(dout, q, k, v, want_out, want_lse, True, SCALE)
     assert len(calls) == 2 and calls[0][3] is calls[1][6] is True
@@ -189,8 +195,8 @@ def test_nothing_is_larger_than_the_queries_or_keys_of_a_group(kind, size, monke
     sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
     out, lse = torch.zeros_like(q), torch.zeros(2, H, T)
     with Largest() as largest:
-        attend_prefix(prefix, q, pieces, SCALE, out, lse)
-        attend_prefix_backward(prefix, dout, q, pieces, sums, out, lse, SCALE)
+        attend(prefix, q, pieces, SCALE, out, lse)
+        attend_backward(prefix, dout, q, pieces, sums, out, lse, SCALE)
     assert largest.nbytes == q.nbytes // 2
 
 
@@ -242,9 +248,9 @@ def sent(kind, size, N, Hkv, dtype):
 @pytest.mark.parametrize("dtype,Hkv", [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 1)])
 def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
     axis = Axis("cp", size)
-    plain = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    plain, _ = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
     q, k, v, dout = tensors(128 // size, Hkv, dtype=dtype)
-    plain.backward(dout, q, k, v, *plain.forward(q, k, v, True, SCALE), True, SCALE)
+    plain.backward(dout, q, [(k, v)], [], *plain.forward(q, [(k, v)], SCALE), SCALE)
     keys = (size - 1) * (4 * k.nbytes + 2 * 4 * k.numel())  # k, v, once more, with gradients in fp32
     assert axis.sent_bytes == keys
     # q, then q, dout, out; out and dq in fp32, and lse with both
@@ -284,7 +290,7 @@ def over_normed(host, kind):
 
         def prefix_at(at, dw=dw):
             turn = rotations(at.repeat(2), D, 100.0)[:, None]
-            return HeadNorms(TORCH, W, dw, 1e-5, turn).over_prefix(prefix)
+            return HeadNorms(TORCH, W, dw, 1e-5, turn).over(prefix, several=True)
         whole, mine = tensors(sum(cut), 2), positions_of(cut, axis, kind)
         *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
         with pytest.MonkeyPatch.context() as patch:

@@ -16,8 +16,8 @@ from memo.layout import Layout
 from memo.load_config import load_config
 from memo.ops import rotations
 from memo.parallel.axis import Axis
-from memo.parallel.cp import interleaved, local_positions, token_columns
 from memo.parallel.mesh import Mesh
+from memo.row_order import row_order
 from memo.subsequences import ALIGNED, subsequence_lengths
 from model import GPT
 from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch, save_header
@@ -162,7 +162,7 @@ CUTS = [(1, "equal"), (3, "equal"), (4, "flops")]
 @pytest.mark.parametrize("N,cut", CUTS)
 def test_the_ranks_have_each_token_of_a_subsequence_once(layout, N, cut):
     cfg = made(32 * 16, N, cut, **layout)
-    every = [local_positions(cfg, cfg.block_size, mesh) for mesh in meshes(cfg)]
+    every = [row_order(cfg, cfg.block_size, mesh).positions() for mesh in meshes(cfg)]
     start = 0
     for i, length in enumerate(subsequence_lengths(cfg)):
         # the ranks of tp have a (B, T) in common, of which each owns the rows rank, rank + tp, ...
@@ -175,9 +175,9 @@ def test_the_ranks_have_each_token_of_a_subsequence_once(layout, N, cut):
             assert {2 * int(t.sum()) for t in shares} == {(2 * start + length - 1) * len(shares[0])}
         start += length
     whole = replace(cfg, subsequences=1)
-    for columns, mesh in zip([token_columns(cfg, start, mesh) for mesh in meshes(cfg)], meshes(cfg),
-                             strict=True):
-        assert len(columns) == N and (N > 1 or columns == token_columns(whole, start, mesh))
+    for mesh in meshes(cfg):
+        columns = row_order(cfg, start, mesh).columns()
+        assert len(columns) == N and (N > 1 or columns == row_order(whole, start, mesh).columns())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -187,19 +187,19 @@ def test_the_batches_of_the_ranks_are_the_sequences(layout, N, cut, dataset):
     S, data = cfg.block_size, open_dataset(dataset, cfg.block_size)
     whole = data.batch("train", 1, 0, B, S, 7)
     for mesh in meshes(cfg):
-        columns = token_columns(cfg, S, mesh)
-        mine = data.batch("train", 1, 0, B, S, 7, columns)
-        here = torch.cat(local_positions(cfg, S, mesh))
+        order = row_order(cfg, S, mesh)
+        mine = data.batch("train", 1, 0, B, S, 7, order)
+        here = torch.cat(order.positions())
         for part, full in zip(mine, whole, strict=True):
             assert part.dtype == torch.int64 and part.equal(full[:, here])
 
 
 def test_one_subsequence_lies_as_without_subsequences():
     cfg = made(64, 1, tp=2, cp=2, tensor_parallel="metp")
-    (mine,) = local_positions(cfg, 64, Mesh(weights=Axis("tp", 2, 1), tokens=Axis("cp", 4, 3)))
+    (mine,) = row_order(cfg, 64, Mesh(weights=Axis("tp", 2, 1), tokens=Axis("cp", 4, 3))).positions()
     # ranks 2 and 3 of four: of eight chunks the third and the sixth, the fourth and the fifth
     columns = torch.tensor([[*range(16, 24), *range(40, 48)], [*range(24, 40)]])
-    assert mine.equal(interleaved(columns.flatten(), 2)) and mine.equal(columns.t().flatten())
+    assert mine.equal(columns.t().flatten())
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -208,7 +208,7 @@ def test_a_model_has_positions_and_rotations_by_subsequence(position):
     model = GPT(cfg, CPU, torch.float32, mesh=Mesh(tokens=Axis("cp", 2, 1)))
     for S, N in ((96, 3), (48, 1)):
         model.reserve(B, S // 2)
-        here = local_positions(cfg, S, model.mesh)
+        here = row_order(cfg, S, model.mesh).positions()
         assert [t.tolist() for t in model.positions] == [t.tolist() * B for t in here] and len(here) == N
         for positions, turn in zip(model.positions, model.turn, strict=True):
             want = rotations(positions, cfg.head_width, cfg.rope_theta)[:, None]

@@ -16,9 +16,9 @@ from memo.layout import Layout
 from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
-from memo.parallel.cp import local_positions
 from memo.parallel.mesh import open_mesh
 from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.row_order import row_order
 from model import GPT, initial_weights
 from testing.ranks import pool
 
@@ -192,7 +192,7 @@ def draw_figure6(facts, path):
 def own_output(host, cfg):
     """(positions of this rank's rows, the last layer's output there) of a forward."""
     mesh = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp)
-    held = torch.cat(local_positions(cfg, cfg.block_size, mesh))
+    held = torch.cat(row_order(cfg, cfg.block_size, mesh).positions())
     model = GPT(cfg, CPU, torch.float32, mesh=mesh)
     Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
     model.reserve(1, len(held))

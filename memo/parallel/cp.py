@@ -1,84 +1,47 @@
 """Context parallelism: each of cp ranks holds T = S/cp tokens of every sequence, and attention goes round.
 
-Ring: in a zigzag rank r holds the chunks r and 2cp-1-r of 2cp, so that every rank has the same causal work.
-While a rank attends to one block of keys and values the next one travels; partial results are merged through
-the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block, and its own
-rank is the last to add to them. Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp
-heads, and back; its logsumexp stays (B, H/cp, S). Of keys and values only their own heads travel, once for
-each group of query heads that reads them (attention.py); where cp does not divide a group's, each goes to
-several ranks. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32. Nothing here makes the host
-wait for a GPU.
+Ring: in a zigzag (memo/tiles.py) every rank has the same causal work. Of a whole sequence keys and values go
+round: while a rank attends to one block of them the next one travels; partial results are merged through the
+logsumexp, in fp32. In the backward the gradients of keys and values travel with their block, and its own rank
+is the last to add to them.
+
+Of several subsequences, each in a zigzag, queries go round, and keys, values and their gradients stay at
+home: a unit's messages are as long as its queries, however long the pieces before are, of which every query
+sees every key. A rank's queries travel on at once; their sum follows a rank behind, and adds on each rank
+what that rank has computed meanwhile. It starts at the next rank, and comes home while the own queries meet
+their own piece; while the queries leave, they meet the pieces before. So all messages have something to hide
+behind, and the sum makes size - 1 hops.
+
+Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its logsumexp stays
+(B, H/cp, S). Of keys and values only their own heads travel: of a whole sequence once for each group of query
+heads that reads them (attend.py), of several subsequences once, when the pieces are made. Where cp does not
+divide them, each goes to several ranks. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
+Nothing here makes the host wait for a GPU.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from math import gcd
 
 import torch
 
-from memo.attention import Attention, Gradients, Meanwhile, Merge, Result
-from memo.layout import Layout
-from memo.parallel.axis import Axis
-from memo.parallel.mesh import Mesh
+from memo.activations import Pieces
+from memo.attend import Attention, Meanwhile, Merge, Pair, pieces_backward, pieces_forward, rows_met
+from memo.attention import Gradients, Kernel, Result
+from memo.parallel.axis import Axis, Hop
 from memo.parallel.visits import Visits
-from memo.subsequences import slice_lengths
+from memo.tiles import FULL, Tile, rank_ranges, tiles_of
 
 
-def local_token_ranges(S: int, axis: Axis, kind: str) -> list[tuple[int, int]]:
-    """[(first, end)]: the ranges of a sequence's S tokens that this rank of `axis` holds, in its order."""
-    if axis.size == 1:
-        return [(0, S)]
-    pieces = [axis.rank, 2 * axis.size - 1 - axis.rank] if kind == "ring" else [axis.rank]
-    length = S // (axis.size * len(pieces))
-    return [(i * length, (i + 1) * length) for i in pieces]
+def ring_tile(source: int, rank: int, ranks: int, T: int) -> Tile:
+    """What meets of the T queries of rank `rank` and the T keys of rank `source`, all of them in a zigzag:
+    one tile always."""
+    queries, keys = (rank_ranges(ranks * T, r, ranks, "ring") for r in (rank, source))
+    [tile] = tiles_of(queries, keys)
+    return tile
 
 
-def token_columns(cfg: Layout, S: int, mesh: Mesh) -> list[list[list[tuple[int, int]]]]:
-    """The ranges of a sequence's S tokens that the ranks of `weights` embed together, by subsequences, and of
-    each by columns: a rank's (B, T) has the tokens of one subsequence after the other, in it those of one
-    slice after the other, and the columns take turns. One column, whose tokens these ranks have in turns;
-    with METP one for each of them, which is its own."""
-    tokens, tp, found, start = mesh.tokens, mesh.weights, [], 0
-    ranks = range(tokens.rank - tp.rank, tokens.rank - tp.rank + tp.size) if cfg.metp else [tokens.rank]
-    for slices in slice_lengths(cfg, S):
-        columns: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        for length in slices:
-            for column, rank in zip(columns, ranks, strict=True):
-                mine = local_token_ranges(length, replace(tokens, rank=rank), cfg.context_parallel)
-                column += [(start + first, start + end) for first, end in mine]
-            start += length
-        found.append(columns)
-    return found
-
-
-def local_positions(cfg: Layout, S: int, mesh: Mesh) -> list[torch.Tensor]:
-    """[(T_i,)]: the positions of a sequence's S tokens that the ranks of `weights` embed together, by
-    subsequences, in the order of a rank's (B, T)."""
-    return [interleaved(torch.cat([torch.arange(*r) for column in columns for r in column]), len(columns))
-            for columns in token_columns(cfg, S, mesh)]
-
-
-def interleaved(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """(..., T), so many equally long columns one after the other -> (..., T): the first of each, the second
-    of each, ..."""
-    return x.unflatten(-1, (columns, -1)).transpose(-1, -2).flatten(-2)
-
-
-# --- ring ---
-
-def nothing(done: int, left: int) -> None:
-    pass
-
-
-def meeting_parts(source: int, rank: int, T: int) -> tuple[slice, slice, bool]:
-    """(queries, keys, causal) that meet, of the queries of rank `rank` and the keys of rank `source`: its own
-    under the mask; of an earlier rank's the first half, seen by all queries; all of a later rank's, seen by
-    the second half of the queries."""
-    everything, half = slice(None), T // 2
-    if source == rank:
-        return everything, everything, True
-    return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
-
+# --- ring: keys and values of a whole sequence go round ---
 
 # `coming`: ring_start(k, v). meanwhile(done, left) is called before each block but the first, with how many
 # blocks are done and how many are left: what it sends has these to hide behind, and in a backward the
@@ -88,18 +51,20 @@ def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visi
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
 
 
-def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Merge, q: torch.Tensor,
-                 k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, coming: Visits | None = None,
-                 meanwhile: Meanwhile = nothing) -> Result:
-    assert causal  # meeting_parts() knows no other
-    T, kv = q.shape[1], [k.contiguous(), v.contiguous()]
+def nothing(done: int, left: int) -> None:
+    pass
+
+
+def ring_forward(kernel: Kernel, axis: Axis, ahead: int, merge: Merge, q: torch.Tensor, pieces: Pieces,
+                 scale: float, coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Result:
+    [kv], T = [[t.contiguous() for t in pair] for pair in pieces], q.shape[1]
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
         if step > 0:
             meanwhile(step, axis.size - step)
             kv = next(coming)
-        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
-        out_, lse_ = attention.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
+        queries, keys, causal = ring_tile((axis.rank - step) % axis.size, axis.rank, axis.size, T)
+        out_, lse_ = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
         if step == 0:
             out, lse = out_.float(), lse_
         else:
@@ -108,20 +73,20 @@ def ring_forward(attention: Attention, axis: Axis, ahead: int, merge: Merge, q: 
     return out.to(q.dtype), lse
 
 
-def ring_backward(attention: Attention, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor,
-                  k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
-                  scale: float, coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
+def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
+                  sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
+                  coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
-    assert causal
-    T, coming = q.shape[1], coming or ring_start(axis, ahead, k, v)
+    [own], T = pieces, q.shape[1]
+    coming = coming or ring_start(axis, ahead, *own)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
         if step > 1:
             meanwhile(step - 1, axis.size - step + 1)
-        kv = next(coming, (k, v))
-        queries, keys, causal = meeting_parts((axis.rank - step) % axis.size, axis.rank, T)
-        new = attention.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
-                                 lse[..., queries].contiguous(), causal, scale)
+        kv = next(coming, own)
+        queries, keys, causal = ring_tile((axis.rank - step) % axis.size, axis.rank, axis.size, T)
+        new = kernel.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
+                              lse[..., queries].contiguous(), causal, scale)
         if travelling is None:
             dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in kv)
         else:
@@ -131,6 +96,64 @@ def ring_backward(attention: Attention, axis: Axis, ahead: int, dout: torch.Tens
         del g_, new, kv  # before the next step's
         travelling = axis.shift(dk, dv) if step < axis.size else None
     return [g.to(q.dtype) for g in (dq, dk, dv)]
+
+
+# --- ring: queries of one subsequence of several pass, keys and values stay ---
+
+def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """(rank, what it gave as `own`) of the other ranks, one after the other. `own` leaves at once; the next
+    ones come while the caller computes."""
+    visits = Visits(axis, *(t.contiguous() for t in own))
+    return (((axis.rank - step) % axis.size, here) for step, here in enumerate(visits, 1))
+
+
+def passing_forward(kernel: Kernel, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
+                    scale: float) -> Result:
+    attend, (B, T, H, _) = partial(pieces_forward, kernel, merge), q.shape
+    coming = visitors(axis, q)
+    before = attend(q, pieces[:-1], scale, FULL) if len(pieces) > 1 else None
+    home: Hop | None = None
+    for rank, (q_,) in coming:
+        last = ring_tile(axis.rank, rank, axis.size, T)
+        rows, found = rows_met(pieces, last), attend(q_, pieces, scale, last)
+        if home is None:  # of what no query has met yet, e^lse is 0
+            out = torch.zeros_like(q_, dtype=torch.float32)
+            lse = out.new_full((B, H, T), -torch.inf)
+        else:
+            out, lse = home.wait()
+        merge(out[:, rows], lse[..., rows], *found)
+        del found  # before the next visitor's
+        home = axis.shift(out, lse)
+    del q_, out, lse
+    out, lse = attend(q, pieces[-1:], scale)
+    out = out.float()
+    if before is not None:
+        merge(out, lse, *before)
+    assert home is not None  # there are other ranks
+    merge(out, lse, *home.wait())
+    return out, lse
+
+
+def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
+                     sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float) -> Gradients:
+    attend = partial(pieces_backward, kernel)
+    coming = visitors(axis, dout, q, out, lse)
+    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, FULL) if len(pieces) > 1 else []
+    home: Hop | None = None
+    for rank, (dout_, q_, out_, lse_) in coming:
+        last = ring_tile(axis.rank, rank, axis.size, q.shape[1])
+        [found] = attend(dout_, q_, pieces, sums, out_, lse_, scale, last)
+        dq = torch.zeros_like(q_, dtype=torch.float32) if home is None else home.wait()[0]
+        dq[:, rows_met(pieces, last)].add_(found)
+        del found  # before the next visitor's
+        home = axis.shift(dq)
+    del dout_, q_, out_, lse_, dq
+    [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale)
+    dq = dq.float()
+    assert home is not None
+    for more in (*before, *home.wait()):
+        dq.add_(more)
+    return [dq]
 
 
 # --- Ulysses ---
@@ -145,47 +168,65 @@ def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:
     return pieces.transpose(0, 1).reshape(B, axis.size * T, H // axis.size, D)
 
 
-def to_tokens(axis: Axis, x: torch.Tensor) -> torch.Tensor:  # (B, S, H/cp, D) -> (B, T, H, D)
-    B, S, H, D = x.shape
-    pieces = axis.exchange(x.reshape(B, axis.size, S // axis.size, H, D).transpose(0, 1).contiguous())
-    return pieces.permute(1, 2, 0, 3, 4).reshape(B, S // axis.size, axis.size * H, D)
+def to_tokens(axis: Axis, x: torch.Tensor, H: int) -> torch.Tensor:
+    """(B, S, heads, D) -> (B, T, H, D). Of gradients of heads that went to several ranks the sum."""
+    B, S, heads, D = x.shape
+    pieces = axis.exchange(x.reshape(B, axis.size, S // axis.size, heads, D).transpose(0, 1).contiguous())
+    x = pieces.permute(1, 2, 0, 3, 4).reshape(B, S // axis.size, axis.size * heads, D)
+    return x if axis.size * heads == H else x.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(x.dtype)
 
 
-def ulysses_forward(attention: Attention, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    causal: bool, scale: float) -> Result:
-    B, T, H, _ = q.shape
-    out, lse = attention.forward(*(to_heads(axis, t) for t in (q, k, v)), causal, scale)
-    return to_tokens(axis, out), lse.reshape(B, H, T)  # of the rank's heads: for the backward only
+def pair_to_heads(axis: Axis, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    return to_heads(axis, k), to_heads(axis, v)
 
 
-def ulysses_backward(attention: Attention, axis: Axis, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-                     v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool,
+def pair_to_tokens(axis: Axis, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+    for g, t in ((dk, k), (dv, v)):
+        t.copy_(to_tokens(axis, g.to(t.dtype), t.shape[2]))
+    return k, v
+
+
+def ulysses_forward(kernel: Kernel, axis: Axis, merge: Merge, whole: bool, q: torch.Tensor, pieces: Pieces,
+                    scale: float) -> Result:
+    """`whole`: `pieces` is one, of the rank's own tokens; otherwise pieces are of to_pieces()."""
+    (B, T, H, _), q_ = q.shape, to_heads(axis, q)
+    pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
+    out, lse = pieces_forward(kernel, merge, q_, pieces, scale)
+    del q_, pieces  # before the result takes memory
+    return to_tokens(axis, out.to(q.dtype), H), lse.reshape(B, H, T)  # of the rank's heads: for the backward
+
+
+def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor, q: torch.Tensor,
+                     pieces: Pieces, sums: Pieces, out: torch.Tensor, lse: torch.Tensor,
                      scale: float) -> Gradients:
     B, T, H, _ = q.shape
-    gradients = attention.backward(*(to_heads(axis, t) for t in (dout, q, k, v, out)),
-                                   lse.view(B, H // axis.size, axis.size * T), causal, scale)
-    return tuple(summed(to_tokens(axis, g), t.shape[2]) for g, t in zip(gradients, (q, k, v), strict=True))
+    heads = [H, *(t.shape[2] for t in pieces[0])]
+    dout_, q_ = to_heads(axis, dout), to_heads(axis, q)
+    pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
+    gradients = pieces_backward(kernel, dout_, q_, pieces, sums, to_heads(axis, out),
+                                lse.view(B, H // axis.size, axis.size * T), scale)
+    del dout_, q_, pieces  # before the results take memory
+    return [to_tokens(axis, g.to(q.dtype), n) for g, n in zip(gradients, heads, strict=False)]
 
 
-def summed(g: torch.Tensor, H: int) -> torch.Tensor:
-    """The gradient of H heads from that of more: the sum over the ranks that had the same head."""
-    if g.shape[2] == H:
-        return g
-    return g.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(g.dtype)
-
-
-def attention_over_ranks(attention: Attention, axis: Axis, kind: str, merge: Merge,
-                         ahead: int = 1) -> Attention:
-    """`attention` over the tokens of all ranks of `axis`: an Attention of the same shape. `merge`: that of an
-    ops.Ops; `ahead`: blocks of keys and values that are on their way beside the one in use."""
+def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
+                         ahead: int = 1) -> tuple[Attention, Attention]:
+    """`kernel` over the tokens of all ranks of `axis`, which share them as `kind` says, ring or ulysses: to a
+    whole sequence; and to pieces of several subsequences. `merge`: that of an ops.Ops; `ahead`: blocks of
+    keys and values that are on their way beside the one in use."""
     if axis.size == 1:
-        return attention
+        here = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
+                         partial(pieces_backward, kernel))
+        return here._replace(takes_out=kernel.takes_out), here
+    label = f"{kind} of {axis.size}, {kernel.label}"
     if kind == "ring":
-        pair = (partial(ring_forward, attention, axis, ahead, merge),
-                partial(ring_backward, attention, axis, ahead))
-        heads, start = 1, partial(ring_start, axis, ahead)
-    else:
-        pair = partial(ulysses_forward, attention, axis), partial(ulysses_backward, attention, axis)
-        heads, start = axis.size, None
-    label = f"{kind} of {axis.size}, {attention.label}"
-    return Attention(attention.name, *pair, heads=heads, label=label, start=start)
+        return (Attention(kernel.name, label, partial(ring_forward, kernel, axis, ahead, merge),
+                          partial(ring_backward, kernel, axis, ahead),
+                          start=partial(ring_start, axis, ahead)),
+                Attention(kernel.name, label, partial(passing_forward, kernel, axis, merge),
+                          partial(passing_backward, kernel, axis)))
+    return (Attention(kernel.name, label, partial(ulysses_forward, kernel, axis, merge, True),
+                      partial(ulysses_backward, kernel, axis, True), heads=axis.size),
+            Attention(kernel.name, label, partial(ulysses_forward, kernel, axis, merge, False),
+                      partial(ulysses_backward, kernel, axis, False), partial(pair_to_heads, axis),
+                      partial(pair_to_tokens, axis), ranks=axis.size))
