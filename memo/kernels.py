@@ -223,7 +223,8 @@ def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: tor
 
 
 def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
-    """x: (rows, heads * D), rows any distance apart; turn: (rows, D/2) complex64. In place."""
+    """x: (..., heads * D), rows any distance apart; turn: (..., D/2) complex64. In place."""
+    x, turn = x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1])
     assert x.stride(1) == 1
     rows, width = x.shape
     angles = torch.view_as_real(turn).flatten(1)  # (rows, D)

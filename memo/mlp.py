@@ -66,7 +66,7 @@ def mlp_of(cfg: Config, ops: Ops) -> Mlp:
     """The Mlp of a config."""
     if cfg.mlp == "swiglu":
         return Mlp(("gate", "up"), "down", "",
-                   lambda hidden, out: ops.swiglu_forward(*hidden, out=out),
+                   lambda hidden, out: ops.swiglu_forward(*hidden, out),
                    lambda d, hidden: ops.swiglu_backward(d, *hidden))
     form = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
     return Mlp(("fc1",), "fc2", "gelu_out",

@@ -21,7 +21,9 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 import importlib.util
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
@@ -130,24 +132,21 @@ def small_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     yield from zip(*(t.split(rows) for t in tensors), strict=True)
 
 
-def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
     for gate_, up_, out_ in small_chunks(gate, up, out):
         torch.ops.aten.silu.out(gate_, out=out_)
         out_.mul_(up_)
-    return out
 
 
-def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor,
-                    up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
     for dy_, gate_, up_ in small_chunks(dy, gate, up):
         dup = torch.nn.functional.silu(gate_).mul_(dy_)
         torch.ops.aten.silu_backward.grad_input(dy_.mul_(up_), gate_, grad_input=gate_)
         up_.copy_(dup)
         del dup  # before the next chunk's
-    return gate, up
 
 
-def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
+def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
     turn = turn.conj() if back else turn
     for x_, turn_ in chunks(x, turn):
         pairs = x_.unflatten(-1, (-1, turn.shape[-1], 2))
@@ -156,7 +155,6 @@ def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
         if x.dtype != torch.float32:
             pairs.copy_(torch.view_as_real(turned))
         del turned  # before the next chunk's
-    return x
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
@@ -190,11 +188,11 @@ WHOLE_ROW = 8192  # columns: of longer rows a norm's backward would not fit the 
 PROGRAMS = 512  # share the rows of a norm's backward, each with own sums for dw and db: enough for any GPU
 
 
-def fused_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
-                       mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
-    if not x.is_meta:
+def launch(name: str, *args: Any, **more: object) -> None:
+    """Launches a kernel of memo/kernels.py, which needs Triton; on "meta" nothing."""
+    if not next(t for t in args if t is not None).is_meta:
         from memo import kernels
-        kernels.launch_norm_forward(x, w, b, out, mean, rstd, eps)
+        getattr(kernels, f"launch_{name}")(*args, **more)
 
 
 def fused_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
@@ -203,62 +201,28 @@ def fused_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torc
                         out: torch.Tensor) -> torch.Tensor:
     sums = dw.new_empty(1 + (b is not None), min(len(x), PROGRAMS), len(w))  # fp32, as dw is
     means = dw.new_empty(2, len(x)) if len(w) > WHOLE_ROW else None
-    if not x.is_meta:
-        from memo import kernels
-        kernels.launch_norm_backward(residual, dy, x, mean, rstd, w, sums, means, out, WHOLE_ROW)
+    launch("norm_backward", residual, dy, x, mean, rstd, w, sums, means, out, WHOLE_ROW)
     dw += sums[0].sum(0)
     if b is not None:
         db += sums[1].sum(0)
     return out
 
 
-def fused_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> torch.Tensor:
-    if not x.is_meta:
-        from memo import kernels
-        kernels.launch_rotary(x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1]), back)
-    return x
-
-
-def fused_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
-    if not out.is_meta:
-        from memo import kernels
-        kernels.launch_merge(out, lse, out_, lse_)
-
-
-def fused_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    if not gate.is_meta:
-        from memo import kernels
-        kernels.launch_swiglu_forward(gate, up, out)
-    return out
-
-
-def fused_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor,
-                          up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not gate.is_meta:
-        from memo import kernels
-        kernels.launch_swiglu_backward(dy, gate, up)
-    return gate, up
-
-
 def fused_cross_entropy(tp: Axis, logits: torch.Tensor, target: torch.Tensor,
                         gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     lse, of_target = logits.new_empty(2, len(logits), dtype=torch.float32)
     first = tp.rank * logits.shape[1]
-    if not logits.is_meta:
-        from memo import kernels
-        kernels.launch_logsumexp(logits, target, first, lse, of_target)
+    launch("logsumexp", logits, target, first, lse, of_target)
     if tp.size > 1:
         lse = tp.gather(lse).logsumexp(0)
-    if gradient and not logits.is_meta:
-        from memo import kernels
-        kernels.launch_logits_backward(logits, target, first, lse)
+    if gradient:
+        launch("logits_backward", logits, target, first, lse)
     return tp.sum(of_target).sub_(lse), logits if gradient else None  # one of the ranks has a target's logit
 
 
-TRITON = Ops("triton", fused_norm_forward, fused_norm_backward, fused_rotary, fused_merge,
-             fused_swiglu_forward, fused_swiglu_backward, fused_cross_entropy)
-
-
+TRITON = Ops("triton", partial(launch, "norm_forward"), fused_norm_backward, partial(launch, "rotary"),
+             partial(launch, "merge"), partial(launch, "swiglu_forward"), partial(launch, "swiglu_backward"),
+             fused_cross_entropy)
 TE = TRITON._replace(name="te", norm_forward=te.norm_forward, norm_backward=te.norm_backward)
 
 

@@ -120,9 +120,9 @@ def test_swiglu_forward_and_backward(kind, shape, dtype, limit, monkeypatch):
     want = gate_ * gate_.sigmoid() * up_
     want.backward(dy.double())
     out = torch.empty_like(gate)
-    assert kind.swiglu_forward(gate, up, out) is out and error(out, want.detach()) < limit
-    got = kind.swiglu_backward(dy.clone(), gate, up)
-    assert got[0] is gate and got[1] is up
+    kind.swiglu_forward(gate, up, out)
+    assert error(out, want.detach()) < limit
+    kind.swiglu_backward(dy.clone(), gate, up)
     assert error(gate, gate_.grad) < limit and error(up, up_.grad) < limit
 
 
@@ -136,7 +136,7 @@ def test_rotary_turns_every_pair(kind, heads, D, dtype, limit):
     for back in (False, True):
         there = turn.conj() if back else turn
         want = torch.view_as_real(pairs * there[:, :, None]).reshape(x.shape)
-        got = kind.rotary(x.clone(), turn, back)
+        kind.rotary(got := x.clone(), turn, back)
         assert error(got, want) < limit
 
 
@@ -219,7 +219,8 @@ def test_what_fused_kernels_request_is_traced_without_them(fused):
     for kept in (mean, None):
         fused.norm_forward(x, w, None, x, kept, rstd, EPS)
         assert fused.norm_backward(x, x, x, kept, rstd, w, None, dw, None, x) is x
-    assert fused.swiglu_forward(x, x, x) is x and fused.swiglu_backward(x, x, x) == (x, x)
+    fused.swiglu_forward(x, x, x)
+    fused.swiglu_backward(x, x, x)
     name = "auto" if fused is TRITON else "te"
     assert resolve_ops(name, torch.device("meta")) == (fused, "")
 

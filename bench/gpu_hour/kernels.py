@@ -86,8 +86,9 @@ def rotary(notes, ops):
             for back in (False, True):
                 there = (turn.conj() if back else turn).to(torch.complex128)
                 want = torch.view_as_real(pairs * there[:, :, None]).reshape(x.shape)
-                notes.error(f"rotary n={n} tp={tp} heads={heads} D={D} back={back} {str(dtype)[6:]}",
-                            ops.rotary(x.clone(), turn, back), want, limit)
+                ops.rotary(got := x.clone(), turn, back)
+                notes.error(f"rotary n={n} tp={tp} heads={heads} D={D} back={back} {str(dtype)[6:]}", got,
+                            want, limit)
 
 
 def merge(notes, ops):
@@ -110,7 +111,8 @@ def swiglu(notes, ops):
             want = gate_ * gate_.sigmoid() * up_
             want.backward(dy.double())
             what, out = f"swiglu {shape} {str(dtype)[6:]}", empty(*shape, dtype=dtype)
-            notes.error(f"{what} forward", ops.swiglu_forward(gate, up, out), want.detach(), limit)
+            ops.swiglu_forward(gate, up, out)
+            notes.error(f"{what} forward", out, want.detach(), limit)
             ops.swiglu_backward(dy.clone(), gate, up)
             notes.error(f"{what} gradient of gate", gate, gate_.grad, limit)
             notes.error(f"{what} gradient of up", up, up_.grad, limit)
