@@ -151,9 +151,10 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
         if shared is not None:
             dkv = [s.add_(g) for s, g in zip(shared, dkv, strict=True)]
         shared = [g.float() for g in dkv] if dkv and kv == following else None
-        if shared is None:
-            for t, g in zip(pieces[0], dkv, strict=False):
-                t[:, :, kv].copy_(g)
+        if dkv and shared is None:
+            k, v = of_heads(pieces, kv)[0]
+            k.copy_(dkv[0])
+            v.copy_(dkv[1])
         del dkv
     return [q] if sums else [q, *pieces[0]]
 

@@ -30,7 +30,6 @@ from memo.parallel.axis import Hop, T
 from memo.parallel.mesh import Mesh
 from memo.parallel.metp import (
     Ahead,
-    Broadcasts,
     Heads,
     Matrices,
     Projection,
@@ -40,12 +39,13 @@ from memo.parallel.metp import (
     metp_mlp_backward,
     metp_mlp_forward,
     row_pieces,
+    start_broadcasts,
 )
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
 
-# a group, its matrices, [(k, v)] where they lie in no pieces, and those that come from the other ranks
-WithKeys = tuple[Heads, Matrices, Pieces, Visits | None]
+Group = tuple[Heads, Matrices]  # a group of heads, its matrices
+WithKeys = tuple[*Group, Pieces, Visits | None]  # and [(k, v)] where they lie in no pieces; other ranks' keys
 
 
 class MetpBlock:
@@ -123,12 +123,11 @@ class MetpBlock:
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Broadcasts, s: Activations, normed: Rows,
+    def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Rows,
                      turn: torch.Tensor | None) -> Ahead[WithKeys]:
-        """Of each group of heads (Heads, its matrices, [(k, v)], those of the other ranks); without the last
-        two where keys lie in pieces, without the last for one rank. A group that is prepared before its turn
-        has its keys on their way beside the group before."""
-        def send_keys(item: tuple[Heads, Matrices]) -> WithKeys:
+        """Each group of heads with its keys, where these lie in no pieces. A group prepared before its
+        turn has its keys on their way beside the group before."""
+        def send_keys(item: Group) -> WithKeys:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
@@ -206,9 +205,8 @@ class MetpBlock:
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
 
-    def attention_half_backward(self, coming: Broadcasts, mlp_home: Hop | None, dy: torch.Tensor,
-                                s: Activations, turn: torch.Tensor | None,
-                                dx: torch.Tensor) -> torch.Tensor:
+    def attention_half_backward(self, coming: Ahead[Group], mlp_home: Hop | None, dy: torch.Tensor,
+                                s: Activations, turn: torch.Tensor | None, dx: torch.Tensor) -> torch.Tensor:
         """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
         memory. `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and
         6."""
@@ -320,10 +318,16 @@ class MetpBlock:
         return {name: of[name] for name in self.mlp_names}
 
     def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
-                   behind: Callable[[Heads], None] = lambda group: None) -> Broadcasts:
-        mine = {name: own[name] for name in names}
-        return Broadcasts(self.matmul, self.tp, mine, self.groups, self.attention.head_dim,
-                          keys_at, behind)
+                   behind: Callable[[Heads], None] = lambda group: None) -> Ahead[Group]:
+        """Each group of heads with its matrices `names`, in the same order on all ranks; the next group's are
+        on their way meanwhile, the first one's from now on. Those of keys and values come with the groups of
+        keys_at(group) alone. behind(group) is called when a group's are posted."""
+        def start(group: Heads) -> Group:
+            wanted = {name: own[name] for name in names if name[0] not in "kv" or keys_at(group)}
+            here = start_broadcasts(self.matmul, self.tp, wanted, group, self.attention.head_dim)
+            behind(group)
+            return group, here
+        return Ahead(map(start, self.groups), ahead=1)
 
     def begins_part(self, heads: Heads) -> bool:
         """Whether the heads before the group are those of whole ranks of `tp`."""

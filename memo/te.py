@@ -4,31 +4,17 @@ what pybind11 says of their parameters against SIGNATURES before any is called. 
 transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to
 v2.18; 2.20.2 runs on null CUDA.
 
-te's functions give results in new tensors, a norm's forward and the product but for. In bytes as in
-memo/ops.py:
+te's functions give results in new tensors, a norm's forward and the product but for. In units of memo/ops.py
+a norm costs 2 forward, and 6 backward, where torch adds a new dx to the residual; docs/kernels.md says why
+the other functions are not taken.
 
-    norm forward     2, as Triton's
-    norm backward    6, Triton's 4: dx is new, and torch adds it to the residual. rmsnorm_bwd_add adds inside,
-                     but its sum is new, too, and would be copied: as many bytes
-    rotary           not taken: 4 with the copy back, Triton's 2; angles have no place for YaRN's factor, and
-                     offsets are 32-bit, which ends at 2^31 elements
-    SwiGLU           not taken: gate and up have to lie side by side in each row. Two products cannot write
-                     so where FP8 products want rows one behind the other (compute capability 8.9), and a
-                     copy takes 4 more, forward and backward
-    GELU             not taken: torch's kernel writes where it is told, 2; te's and a copy take 4, and it is
-                     the tanh form only
-
-FP8: te's quantizers give a tensor one scale (Float8CurrentScalingQuantizer), or so many neighbours of a row
-one: 128 (Float8BlockQuantizer; Hopper, elsewhere emulated) or 32 (MXFP8; Blackwell). Rows that are made again
-in other pieces need the bits that they had, so a scale may not be a whole piece's. One of a row's block is
-that row's, but the gradient of a weight sums over rows, and wants both operands quantised once more, along
-the columns, from bf16 that nobody keeps. So scales are memo's (memo/fp8.py), and te gets the product that its
-interface has room for: the gradient of a weight, whose operands have one scale each. torch._scaled_mm has no
-sum in place: it makes the product in fp32, 4 bytes a weight, which is added then. y and dx have scales of
-rows, which te's product does not take. In bf16 torch's own product adds in fp32, and takes no workspace.
-
-Of te's random numbers, which serve dropout, nothing is used. The workspace of its product is memo's: a
-request like others, which the memory plan knows.
+FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
+pieces need the bits that they had, so a scale may not be a whole piece's; and the gradient of a weight, which
+sums over rows, would want both operands quantised once more, along the columns. So scales are memo's
+(memo/fp8.py), and te gets the product that its interface has room for: the gradient of a weight, whose
+operands have one scale each. torch._scaled_mm has no sum in place: it makes the product in fp32, 4 bytes a
+weight, which is added then. The workspace of te's product is memo's: a request like others, which the memory
+plan knows.
 """
 
 import importlib

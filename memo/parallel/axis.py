@@ -46,28 +46,17 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-@dataclass
-class InThread:
-    """A message that a thread waits for."""
-
-    done: Future[list[object]]
-
-    def wait(self) -> object:
-        """Waits until the message is through; raises what the thread raised."""
-        return self.done.result()
-
-
 class Works(Generic[T]):
     """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
     The tensors must stay until then, and so must the Works."""
 
-    def __init__(self, works: Sequence[Work], sent: object, received: T) -> None:
+    def __init__(self, works: Sequence[Work | Future[list[object]]], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> T:
         """`received`, which from now on belongs to the caller."""
         for work in self.works:
-            work.wait()
+            work.result() if isinstance(work, Future) else work.wait()
         received, self.works = self.received, ()
         del self.sent, self.received
         return received
@@ -205,7 +194,7 @@ class Axis:
         if not here[0].is_cpu:  # NCCL has a stream for them
             return Works(dist.batch_isend_irecv(ops), tensors, here)
         done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
-        return Works([InThread(done)], tensors, here)
+        return Works([done], tensors, here)
 
     def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to send tensors to the other rank of two -> Works of them."""

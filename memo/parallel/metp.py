@@ -4,7 +4,7 @@ rank does all of a layer for its own n rows, and the parts of the matrices that 
     p         the ranks that share the parameters
     MLP       Visits (visits.py): the parts go round in a ring, a hop for each part that is used; in the
               backward their gradients go with them, and are home at the end
-    attention Broadcasts: group of heads by group, for all ranks must attend to the same heads at once; in the
+    attention broadcasts: group of heads by group, for all ranks must attend to the same heads at once; in the
               backward the gradients of a group are summed on the rank that holds its matrices
 
 While one lot is used the next is on its way. Every matrix here is what a rank holds with tensor parallelism
@@ -62,22 +62,15 @@ def metp_mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, norme
     `own`: the rank's part of the matrices, of which `visits` has what is carried. Source: METP, algorithm
     1."""
     for part in own_and_others(matmul, own, visits):
-        part_forward(matmul, mlp, part, normed, residual, out)
+        ins, (w, _) = mlp.linears(part).values(), mlp.last_linear(part)
+        for r in row_pieces(len(out)):  # nothing is as wide as F; of width F/p is a piece of rows
+            hidden = hidden_of(matmul, matmul.rows(normed(r)[None]), ins, like=out[r])
+            product = mlp.activated(hidden)  # (m, F/p)
+            matmul.forward(matmul.rows(product[None]), w, out[r][None], residual[r][None])
+            del hidden, product  # before the next piece's
         residual = out
-        del part  # before the next hop takes memory
+        del part, ins, w  # before the next hop takes memory
     return out
-
-
-def part_forward(matmul: Matmul, mlp: Mlp, part: Parts, normed: Normed, residual: torch.Tensor,
-                 out: torch.Tensor) -> None:
-    """out = residual + what one part of the MLP gives. Nothing is as wide as F; of width F/p is a piece of
-    rows."""
-    ins, (w, _) = mlp.linears(part).values(), mlp.last_linear(part)
-    for r in row_pieces(len(out)):
-        hidden = hidden_of(matmul, matmul.rows(normed(r)[None]), ins, like=out[r])
-        product = mlp.activated(hidden)  # (m, F/p)
-        matmul.forward(matmul.rows(product[None]), w, out[r][None], residual[r][None])
-        del hidden, product  # before the next piece's
 
 
 def metp_mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, dy: torch.Tensor,
@@ -178,62 +171,35 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return pieces
 
 
-class Matrices(Mapping[str, Part]):
+class Matrices(dict[str, Part]):
     """{name: a group's columns of parameter `name`}. A matrix that is asked for is waited for first, with its
     bias."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, Part] = {}
+        super().__init__()
         self.works = defaultdict[str, list[Works[torch.Tensor]]](list)  # by the first letter of the names
 
     def __getitem__(self, name: str) -> Part:
         for work in self.works.pop(name[0], ()):
             work.wait()
-        return self.columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
+        return super().__getitem__(name)
 
 
-class Broadcasts:
-    """Iterating gives (Heads, its Matrices) for each group, in the same order on all ranks; the next group's
-    are on their way meanwhile. The first group's start now. Those of keys and values come with the groups of
-    keys_at(group) alone. behind(group) is called when a group's are posted. `own`: {name of a parameter: the
-    rank's part of it}."""
-
-    def __init__(self, matmul: Matmul, axis: Axis, own: dict[str, Part], groups: Sequence[Heads], D: int,
-                 keys_at: Callable[[Heads], bool], behind: Callable[[Heads], None]) -> None:
-        self.matmul, self.axis, self.own, self.groups, self.D = matmul, axis, own, groups, D
-        self.keys_at, self.behind = keys_at, behind
-        self.coming = [self.start(groups[0])]
-
-    def __iter__(self) -> Iterator[tuple[Heads, Matrices]]:
-        for i, group in enumerate(self.groups):
-            here = self.coming.pop()
-            self.coming.extend(map(self.start, self.groups[i + 1:i + 2]))
-            yield group, here
-            del here  # before the next but one group's take memory
-
-    def start(self, group: Heads) -> Matrices:
-        here = Matrices()
-        for name, part in self.own.items():
-            if name[0] in "kv" and not self.keys_at(group):
-                continue
-            mine = self.matmul.carried(part)
-            if self.axis.size == 1:
-                here.columns[name] = self.matmul.arrived(group.own_columns(mine, name, self.D), part)
-                continue
-            columns = mine.new_empty(group.shape_of(mine, name, self.D))
-            here.columns[name] = self.matmul.arrived(columns, part)
-            for rank, share, own in group.shares(columns, mine, name, self.D):
-                if rank == self.axis.rank:
-                    share.copy_(own)
-                here.works[name[0]].append(self.axis.start_broadcast(share, rank))
-        self.behind(group)
-        return here
+def start_broadcasts(matmul: Matmul, axis: Axis, own: Mapping[str, Part], group: Heads, D: int) -> Matrices:
+    """The Matrices of a group on all ranks, on their way. `own`: {name of a parameter: the rank's part}."""
+    here = Matrices()
+    for name, part in own.items():
+        mine = matmul.carried(part)
+        if axis.size == 1:
+            here[name] = matmul.arrived(group.own_columns(mine, name, D), part)
+            continue
+        columns = mine.new_empty(group.shape_of(mine, name, D))
+        here[name] = matmul.arrived(columns, part)
+        for rank, share, from_here in group.shares(columns, mine, name, D):
+            if rank == axis.rank:
+                share.copy_(from_here)
+            here.works[name[0]].append(axis.start_broadcast(share, rank))
+    return here
 
 
 class Projection:
@@ -272,10 +238,12 @@ class Projection:
 
 
 class Ahead(Generic[T]):
-    """Iterating gives the items of an iterator; prepare() makes some before their turn."""
+    """Iterating gives the items of an iterator; `ahead` of them are made before they are asked for, the first
+    ones now. prepare() makes more before their turn."""
 
-    def __init__(self, items: Iterator[T]) -> None:
-        self.items, self.ready = items, deque[T]()
+    def __init__(self, items: Iterator[T], ahead: int = 0) -> None:
+        self.items, self.ahead, self.ready = items, ahead, deque[T]()
+        self.prepare(ahead)
 
     def prepare(self, n: int = 1) -> None:
         """Makes items until n are ready, as far as there are so many."""
@@ -284,7 +252,9 @@ class Ahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self.prepare()
         while self.ready:
-            yield self.ready.popleft()
+            here = [self.ready.popleft()]
+            self.prepare(self.ahead)
+            yield here.pop()  # and keep none that the caller drops
             self.prepare()
 
 
@@ -294,7 +264,7 @@ class Reductions:
 
     def __init__(self, axis: Axis, dw: Weights, D: int) -> None:
         self.axis, self.dw, self.D = axis, dw, D
-        self.under_way: list[tuple[Heads, Works[torch.Tensor], torch.Tensor | None]] = []
+        self.under_way = deque[tuple[Heads, Works[torch.Tensor], torch.Tensor | None]]()
 
     def places(self, group: Heads, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """{name: fp32 tensor to add the group's gradient to}."""
@@ -316,12 +286,8 @@ class Reductions:
 
     def finish(self, before: Heads | None = None) -> None:
         """Waits for the gradients of all groups, or of those before one."""
-        later = []
-        for group, work, own in self.under_way:
-            if before is not None and group.q.start >= before.q.start:
-                later.append((group, work, own))
-                continue
+        while self.under_way and (before is None or self.under_way[0][0].q.start < before.q.start):
+            _, work, own = self.under_way.popleft()
             total = work.wait()
             if own is not None:
                 own += total
-        self.under_way = later
