@@ -108,12 +108,9 @@ class GPT:
         places, numel = bucket_places(self.buckets, gradients_in_turns(cfg, self.micro_batches))
         self.grads = torch.zeros(numel if grads else 0, dtype=torch.float32, device=device)
         self.bucket_grads = [self.grads[at:end] for at, end in places]
-        # the same by name, as views, for those who compute
-        weights = bucket_views(self.layout, self.buckets, self.bucket_params)
-        gradients = bucket_views(self.layout, self.buckets, self.bucket_grads) if grads else {}
-        w, dw = (Tables(**self.named(tensors, "")) for tensors in (weights, gradients))
-        self.edges = Edges(cfg, w, dw, self.ops, mesh.weights)
-        self.blocks = [self.block(i, weights, gradients) for i in cfg.layers]
+        self.edges = Edges(cfg, self.tables(self.bucket_params),
+                           self.tables(self.bucket_grads) if grads else Tables(), self.ops, mesh.weights)
+        self.blocks = [*map(self.block, self.bucket_params[1:-1], self.bucket_grads[1:-1])]
         self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: two places, as in Lending
         self.shape = 0, 0  # reserve() takes the activations' memory: their (B, T)
         self.swap: Any = None  # and their Swap
@@ -124,26 +121,21 @@ class GPT:
         self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
         self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
-    def block(self, layer: int, weights: dict[str, torch.Tensor],
-              gradients: dict[str, torch.Tensor]) -> LayerBlock:
-        """What computes with the tensors of a layer among {name: tensor}."""
-        w, dw = (Weights(**self.named(tensors, f"h.{layer}.")) for tensors in (weights, gradients))
+    def tables(self, parts: list[torch.Tensor]) -> Tables:
+        """What embedding and head have of the flat tensors of the buckets."""
+        named = bucket_views(self.layout, self.buckets, parts)
+        return Tables(**{name: t for name, t in named.items() if "." not in name})
+
+    def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
+        """What computes with the flat parameters of a layer, here or of another stage, and adds to their
+        gradients, where there are any."""
+        (start, _), first = self.buckets[1], f"h.{self.cfg.layers[0]}."  # all layers are alike
+        layout = {name.removeprefix(first): replace(p, offset=p.offset - start)
+                  for name, p in self.layout.items() if name.startswith(first)}
+        w, dw = (Weights(**views(layout, flat)) if flat.numel() else Weights()
+                 for flat in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else Block
         return kind(self.cfg, w, dw, (self.attention, self.prefix), self.ops, self.mesh)
-
-    def guest_block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
-        """What computes with the flat parameters of a layer, like those of the first one here."""
-        start, end = self.buckets[1]
-        layout = {name: replace(p, offset=p.offset - start) for name, p in self.layout.items()
-                  if start <= p.offset < end}
-        return self.block(self.cfg.layers[0], views(layout, weights), views(layout, gradients))
-
-    @staticmethod
-    def named(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """Finds those of {name: tensor} behind a prefix -> {the rest of the name: tensor}."""
-        depth = prefix.count(".")
-        return {name.removeprefix(prefix): t for name, t in tensors.items()
-                if name.startswith(prefix) and name.count(".") == depth}
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
@@ -164,8 +156,7 @@ class GPT:
                          key_shape=self.key_shape, gradients=self.grads.numel() > 0,
                          params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
         lending = self.swap.lending
-        self.guest_blocks = [self.guest_block(*place) for place in zip(
-            lending.weights, lending.gradients, strict=True)] if lending else []
+        self.guest_blocks = [*map(self.block, lending.weights, lending.gradients)] if lending else []
         self.shape = (B, T)
         # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
         # in a zigzag, and METP by columns; each subsequence has rows of its own
