@@ -278,11 +278,7 @@ class GPT:
 
     def exchange(self, step: Step) -> None:
         """What a stage sends to another one, or receives from there; the step's stream waits for it."""
-        if step.peer is not None:
-            axis = self.mesh.lanes[step.stream]
-        else:  # activations go up, gradients down
-            link = self.mesh.behind if (step.op is Op.SEND) != step.back else self.mesh.before
-            axis = link.dx if step.back else link.x
+        axis = self.mesh.lanes[step.stream + " back" * (step.back and step.peer is None)]
         (axis.send if step.op is Op.SEND else axis.receive)(*self.swap.message(step)).wait()
 
     def computing(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:

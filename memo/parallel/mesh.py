@@ -19,15 +19,6 @@ from memo.parallel.axis import FOREVER, Axis, T
 
 
 @dataclass(frozen=True)
-class Link:
-    """What a stage has with a neighbour of its pipeline: an Axis of the two ranks for each direction, for
-    `x`, which the earlier stage sends, and for `dx`."""
-
-    x: Axis = field(default_factory=partial(Axis, "pp"))
-    dx: Axis = field(default_factory=partial(Axis, "pp"))
-
-
-@dataclass(frozen=True)
 class Mesh:
     """What this rank shares, and with which ranks: three roles, and what fills them. By default each has this
     rank alone.
@@ -38,11 +29,10 @@ class Mesh:
         replicas  hold the same parameters, share the optimizer's states: the dp * cp ranks of the axis data
 
     `hops`: the ranks of `weights` once more, where METP's matrices go round; `shards`: those of `replicas`,
-    where the parameters of layers that come are put together. `pp`: the stages of a
-    pipeline, which send over the links `before` and `behind` this one; `tied`: of the first and the last
-    one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of two ranks, of this
-    stage and of another one that it helps, or that helps it}: see open_lanes(). `peers`: the ranks of this
-    rank's stage, as `host`.
+    where the parameters of layers that come are put together. `pp`: the stages of a pipeline; `tied`: the
+    first and the last one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of
+    two ranks, of this stage and of another one}; activations go up to the next stage, gradients "back" down;
+    for the lanes of stages that help see open_lanes(). `peers`: the ranks of this rank's stage, as `host`.
     """
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
@@ -56,14 +46,12 @@ class Mesh:
     peers: Axis = field(default_factory=partial(Axis, "peers"))
     pp: Axis = field(default_factory=partial(Axis, "pp"))  # nothing is sent over it
     tied: Axis = field(default_factory=partial(Axis, "tied"))
-    before: Link = field(default_factory=Link)
-    behind: Link = field(default_factory=Link)
     lanes: dict[str, Axis] = field(default_factory=dict)
 
     def over_network(self) -> tuple[Axis, ...]:
         """The axes whose messages travel over the devices' network."""
         return (self.weights, self.hops, self.tokens, self.replicas, self.shards, self.world, self.tied,
-                self.before.x, self.before.dx, self.behind.x, self.behind.dx, *self.lanes.values())
+                *self.lanes.values())
 
     def close(self) -> None:
         """Gives the groups back that open_mesh() made."""
@@ -80,9 +68,7 @@ class Mesh:
         def bare(a: Axis) -> Axis:
             return Axis(a.name, a.size, a.rank)
         axes = {name: bare(a) for name, a in vars(self).items() if isinstance(a, Axis)}
-        before, behind = (Link(bare(link.x), bare(link.dx)) for link in (self.before, self.behind))
-        lanes = {name: bare(a) for name, a in self.lanes.items()}
-        return Mesh(**axes, before=before, behind=behind, lanes=lanes)
+        return Mesh(**axes, lanes={name: bare(a) for name, a in self.lanes.items()})
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -209,22 +195,21 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, shards=["gather"], world=["sum"])
     for name, carrier in communicators(tp, cp, dp, metp, pp, layers_come).items():
         add(name, lines[name], kinds[name], None if carrier == name else axes[carrier].group)
-    links: dict[str, Link] = {}
+    lanes: dict[str, Axis] = {}
     if pp > 1:
         add("peers", lines["peers"], [], backend="gloo")
         ranks = lines["peers"]  # of each stage
         for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
-            x, dx = (open_axis("pp", host, pairs, ["shift"], device) for _ in range(2))
-            if x and dx:
-                links["behind" if host.rank in a else "before"] = Link(x, dx)
+            for back in ("", " back"):
+                if axis := open_axis("pp", host, pairs, ["shift"], device):
+                    lanes[("send" if (host.rank in a) != bool(back) else "receive") + back] = axis
         if tied:
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             add("tied", pairs, ["sum"])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the long messages
-    return replace(mesh_of_axes(axes, tp, cp, host, pp), before=links.get("before", Link()),
-                   behind=links.get("behind", Link()))
+    return replace(mesh_of_axes(axes, tp, cp, host, pp), lanes=lanes)
 
 
 def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None:

@@ -128,7 +128,7 @@ def two_steps(layout, axis_of):
     from memo.layer import layer_of
     from memo.layout import Layout
     from memo.optim import Optimizer
-    from memo.parallel.mesh import Link, Mesh
+    from memo.parallel.mesh import Mesh
     from memo.sharing import even_shares
     from memo.swap.placing import placed
     from model import GPT
@@ -136,13 +136,13 @@ def two_steps(layout, axis_of):
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
                         unit_order="layer", gradient_accumulation_steps=1) | LAYOUTS[layout])
     visiting = cfg.tp if cfg.metp else 1  # ranks that matrices visit
-    before, behind = (Link(*(axis_of(f"{way} {which}", 2 * (cfg.pp > 1) or 1) for way in ("x", "dx")))
-                      for which in ("before", "behind"))
     other, replicas = 1 - cfg.stage, 2 if layout.endswith("dp2") or cfg.metp else cfg.cp
-    lanes = {lane: axis_of(lane, 2) for lane in (f"to {other}", f"from {other}") if cfg.msp}
+    neighbours = ["send", "receive", "send back", "receive back"] if cfg.pp > 1 else []
+    helpers = [f"to {other}", f"from {other}"] if cfg.msp else []
+    lanes = {lane: axis_of(lane, 2) for lane in (*neighbours, *helpers)}
     if cfg.msp:
         cfg = replace(cfg, shares=even_shares(cfg))
-    mesh = Mesh(before=before, behind=behind, lanes=lanes, weights=axis_of("tp", cfg.tp),
+    mesh = Mesh(lanes=lanes, weights=axis_of("tp", cfg.tp),
                 hops=axis_of("hops", visiting), tokens=axis_of("cp", cfg.cp * visiting),
                 replicas=axis_of("data", replicas), shards=axis_of("shards", replicas))
     device = torch.device("cuda:0")

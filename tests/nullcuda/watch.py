@@ -208,12 +208,12 @@ def kernels_that_tell(speeds):
     from memo import kernels
     with ExitStack() as stack:
         for name, real in [(name, getattr(kernels, name)) for name in KERNELS]:
-            def call(*args, real=real, name=name):
+            def call(*args, real=real, name=name, **more):
                 given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False)
                          if isinstance(t, torch.Tensor)}
                 reads = [t for k, t in given.items() if f"{name} {k}" not in UNREAD]
                 writes = [given[k] for k in KERNELS[name] if k in given]  # RMSNorm has no mean
-                real(*args)
+                real(*args, **more)
                 amount = sum(map(nbytes, (*reads, *writes)))
                 NULL.did(name, amount / speeds.rate("memory", amount), [*((*span(t), 0) for t in reads),
                                                                         *((*span(t), 1) for t in writes)])
