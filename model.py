@@ -166,15 +166,17 @@ class GPT:
         self.positions = [t.to(self.device).repeat(B) for t in here]
         self.turn = [self.rotations_of(positions) for positions in self.positions]
         p = self.swap.placement
-        self.unit_turn = dict(enumerate(self.turn))
-        for unit, s in self.swap.units.items() if p.several else ():
-            first, end, i = 0, len(s.x), unit[1]
+        parts = dict[int, torch.Tensor]()  # of `turn`, where other stages compute the other rows
+        for unit, s in self.swap.units.items():
+            first, end, i = 0, len(s.x), unit.subsequence
             if guest := p.guest_of.get(i):
                 first, end, i = guest.first, guest.end, guest.subsequence
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
             s.slices = order.slices_of(i, *tokens)
-            if end - first < p.cuts[i] and (turn := self.turn[i]) is not None:
-                self.unit_turn[unit[1]] = of_sequences(turn, B, first, end).flatten(0, 1)
+            s.turn = self.turn[i]
+            if s.turn is not None and p.several and end - first < p.cuts[i]:
+                part = of_sequences(s.turn, B, first, end).flatten(0, 1)
+                s.turn = parts.setdefault(unit.subsequence, part)
 
     @property
     def key_shape(self) -> tuple[int, int]:
@@ -288,7 +290,7 @@ class GPT:
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
-        block, turn = self.of_unit(step.unit)
+        block = self.block_of(step.unit)
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
@@ -296,7 +298,7 @@ class GPT:
             case Op.EMBED:
                 return f"embedding{alone}", self.edges.embed, self.tokens[i], self.positions[i], whole[0]
             case Op.FORWARD:
-                return f"forward {name}", self.unit_forward, block, x, s, turn, y
+                return f"forward {name}", self.unit_forward, block, x, s, y
             case Op.HEAD if head is not None:
                 return f"reader{alone}", head, i, whole[1]
             case Op.HEAD:
@@ -304,23 +306,20 @@ class GPT:
                 mean = B * T, self.scale, self.loss  # over the rows of all subsequences
                 return f"{label}{alone}", self.edges.head, whole[1], self.targets[i], *mean
             case Op.RECOMPUTE:
-                return f"recompute {name}", block.recompute, s, turn, swap.missing[k]
+                return f"recompute {name}", block.recompute, s, swap.missing[k]
             case Op.SWEEP:
-                x = swap.input_of_sweep(step.unit)
-                return f"sweep {name}", block.sweep, s, x, turn
+                return f"sweep {name}", block.sweep, s, swap.input_of_sweep(step.unit)
             case Op.BACKWARD:
-                return f"backward {name}", self.unit_backward, block, y, s, turn, x, self.zeroed(step.unit)
+                return f"backward {name}", self.unit_backward, block, y, s, x, self.zeroed(step.unit)
             case Op.EMBED_BACKWARD:
                 return f"embedding backward{alone}", self.edges.embed_backward, self.tokens[i], (
                     self.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")
 
-    def of_unit(self, unit: Unit) -> tuple[LayerBlock, torch.Tensor | None]:
-        """What computes a unit, and the rotations of its rows."""
-        layer, i = unit
-        guest = i in self.swap.placement.guest_of
-        block = self.guest_blocks[self.swap.lending.turn[unit]] if guest else self.blocks[layer]
-        return block, self.unit_turn.get(i)
+    def block_of(self, unit: Unit) -> LayerBlock:
+        """What computes a unit."""
+        guest = unit.subsequence in self.swap.placement.guest_of
+        return self.guest_blocks[self.swap.lending.turn[unit]] if guest else self.blocks[unit.layer]
 
     def zeroed(self, unit: Unit) -> list[torch.Tensor]:
         """What is to be 0 before the backward of a unit, which adds to it."""
@@ -335,22 +334,22 @@ class GPT:
     # unit has a copy, which leaves for the host while the layer above already writes over the original.
 
     @staticmethod
-    def unit_forward(block: LayerBlock, x: torch.Tensor, s: Activations, turn: torch.Tensor | None,
-                     y: torch.Tensor) -> None:
+    def unit_forward(block: LayerBlock, x: torch.Tensor, s: Activations, y: torch.Tensor) -> None:
         """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
             s.x.view(x.shape).copy_(x)
         if y.dim() == 2:
-            block.forward(s, turn, y)
+            block.forward(s, y)
         else:
-            y.copy_(block.forward(s, turn, torch.empty_like(s.x)).view(y.shape))
+            y.copy_(block.forward(s, torch.empty_like(s.x)).view(y.shape))
 
-    def unit_backward(self, block: LayerBlock, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None,
-                      dx: torch.Tensor, zeroed: list[torch.Tensor]) -> None:
+    @staticmethod
+    def unit_backward(block: LayerBlock, dy: torch.Tensor, s: Activations, dx: torch.Tensor,
+                      zeroed: list[torch.Tensor]) -> None:
         """dy -> dx, as in unit_forward."""
         if zeroed:
             torch._foreach_zero_(zeroed)
-        block.backward(dy.flatten(0, -2), s, turn)
+        block.backward(dy.flatten(0, -2), s)
         if dx is not s.x:
             dx.copy_(s.x.view(dx.shape))
 

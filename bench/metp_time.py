@@ -176,14 +176,14 @@ class Bench:
     def run(self, rates, at_once=False):
         """Seconds of the slowest rank, of each lap."""
         model = self.model
-        block, s, turn, y = model.blocks[0], model.swap.layers[0], model.turn[0], model.swap.x[1]
+        block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
         s.x.copy_(self.x)
         self.laps = []
         self.prepare(rates, at_once)
         self.start()
         own = block.own_parts(*block.projections, "proj_w", *block.mlp_names)
         visits = block.visits(own)
-        block.attention_half(s, turn, own, y, slice(None))
+        block.attention_half(s, own, y, slice(None))
         self.lap()
         block.mlp_half(s, own, y, visits)
         self.lap()
@@ -193,7 +193,7 @@ class Bench:
         dx = torch.empty_like(y)
         home = block.mlp_half_backward(visits, own, y, s, dx)
         self.lap()
-        block.attention_half_backward(coming, home, y, s, turn, dx)
+        block.attention_half_backward(coming, home, y, s, dx)
         self.lap()
         return self.laps
 
@@ -355,7 +355,7 @@ def cpu(rounds):
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            [unit], _ = layer_rates(model.blocks[0], model.swap, model.turn, CPU, host)
+            [unit], _ = layer_rates(model.blocks[0], model.swap, CPU, host)
             took[name].append(unit.forward_s + unit.backward_s)
             if name == "today":
                 again.append(sum(s for group, s in unit.groups_s.items() if group != "mid"))

@@ -203,9 +203,9 @@ def sent_by(cfg, rank):
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, streams=open_streams(torch.device("cpu")))
     swap, [block] = model.swap, model.blocks
     for unit in (units := swap.placement.units):
-        block.forward(swap.units[unit], model.turn[unit[1]], swap.between[0, unit[1]][1])
+        block.forward(swap.units[unit], swap.between[0, unit[1]][1])
     for unit in reversed(units):
-        block.backward(swap.between[0, unit[1]][1], swap.units[unit], model.turn[unit[1]])
+        block.backward(swap.between[0, unit[1]][1], swap.units[unit])
     model.close()
     return mesh.take_sent_bytes(), program
 

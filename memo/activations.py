@@ -15,7 +15,7 @@ class Activations:
 
     `pieces`: with several subsequences (k, v) of those up to the unit's, the unit's own the last; its own `k`
     and `v` are then made when it computes. `sums`: of their gradients, fp32. `slices`: the tokens of each
-    slice of its own subsequence.
+    slice of its own subsequence. `turn`: rotations of its rows; None where positions are learned.
     """
 
     x: torch.Tensor
@@ -41,6 +41,7 @@ class Activations:
     pieces: Pieces = ()
     sums: Pieces = ()
     slices: Sequence[int] = ()
+    turn: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -70,36 +70,36 @@ class Block:
 
     # --- forward ---
 
-    def forward(self, s: Activations, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`. `turn`: rotations, or None."""
+    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
+        """`s.x` -> `out` (n, C), the next layer's x; fills the rest of `s`."""
         s = self.with_keys(s)
-        self.recompute(s, turn, self.every_row)  # for the first time
+        self.recompute(s, self.every_row)  # for the first time
         return self.output(s, out)
 
-    def recompute(self, s: Activations, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
+    def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
         """`rows` of the skeletal tensors from x; none of a tensor that `rows` does not name. All of it goes
         token by token, but for attention, which runs whole if any row of attn_out is wanted, and not at all
         otherwise. Source: MEMO 4.1."""
         # The order is that of the forward, and each piece reads what the piece before has made: rows that are
         # missing here came back from the host, or never left the buffer.
         rows = self.no_rows | rows
-        self.queries_keys_values(s, turn, rows)
+        self.queries_keys_values(s, rows)
         if len(s.attn_out[rows["attn_out"]]):
             q, out = self.attention.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
             keys = [] if s.pieces else self.keys_of(s)
-            self.attention.forward(s, turn, q, keys, out, s.lse)
+            self.attention.forward(s, q, keys, out, s.lse)
         self.projection(s, rows)
         self.mlp_but_output(s, rows)
 
-    def extend(self, s: Activations, turn: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor,
+    def extend(self, s: Activations, keys: torch.Tensor, values: torch.Tensor,
                attend: Callable[..., torch.Tensor], out: torch.Tensor) -> None:
         """The forward of one sequence's last token alone, whose query sees all `keys` and `values` (1, T,
         Hkv, D), as pieces hold them; the last ones are the token's own, and written here. So text is
         generated. `attend(q, keys, values, scale)`: what one query finds."""
-        self.queries_keys_values(s, turn, self.every_row)
+        self.queries_keys_values(s, self.every_row)
         q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
         if self.attention.head_norms:
-            norms = self.attention.norms(turn)
+            norms = self.attention.norms(s)
             q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
         s.attn_out.view(q.shape).copy_(attend(q, keys, values, self.attention.scale))
@@ -107,17 +107,16 @@ class Block:
         self.mlp_but_output(s, self.every_row)
         self.output(s, out)
 
-    def queries_keys_values(self, s: Activations, turn: torch.Tensor | None,
-                            rows: dict[str, slice]) -> None:
+    def queries_keys_values(self, s: Activations, rows: dict[str, slice]) -> None:
         """ln1_out, q, k, v from x."""
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
         self.columns(s, self.qkv(self.w), self.kept(s, "ln1_out"), rows)
-        if turn is not None and not self.attention.head_norms:
+        if s.turn is not None and not self.attention.head_norms:
             for name in "qk":
                 if rows[name] != NO_ROWS:
-                    self.ops.rotary(getattr(s, name)[rows[name]], turn[rows[name]], back=False)
+                    self.ops.rotary(getattr(s, name)[rows[name]], s.turn[rows[name]], back=False)
         if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
-            self.attention.put_keys(s, turn, *self.keys_of(s)[0])
+            self.attention.put_keys(s, *self.keys_of(s)[0])
 
     def with_keys(self, s: Activations) -> Activations:
         """`s` with `k` and `v`, (n, tp, KV/tp), which are not among a unit's own with several
@@ -135,12 +134,12 @@ class Block:
         k, v = self.attention.heads(s.k, s.v, like=s.lse)
         return [(k, v)]
 
-    def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+    def sweep(self, s: Activations, x: torch.Tensor) -> None:
         """The unit's own piece again, from its input x (n, C)."""
         own = {name: getattr(s, name) for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd")}
         normed = {name: torch.empty_like(t) for name, t in own.items() if t is not None}
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
-        self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), turn, rows)
+        self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), rows)
 
     def kept(self, s: Activations, name: str) -> Rows:
         """The skeletal tensor `name`, an input of products, as they take it."""
@@ -210,7 +209,7 @@ class Block:
 
     # --- backward ---
 
-    def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor:
         """Writes dx over s.x, adds to the parameters' gradients, and uses up dy (n, C) and the rest of
         `s`."""
         # The MLP half and the projection first, for they go piece by piece.
@@ -219,16 +218,16 @@ class Block:
         # attention needs all rows: between the two halves every piece has to be done
         attention = self.attention
         dout_, q, out = attention.heads(dout, s.q, s.attn_out, like=s.lse)
-        gradients = attention.backward(s, turn, dout_, q, self.keys_of(s), out, s.lse)
+        gradients = attention.backward(s, dout_, q, self.keys_of(s), out, s.lse)
         if s.pieces:
             if attention.head_norms:  # the norm's backward wants k as it was before
                 self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
-            gradients = [*gradients, *attention.key_gradients(s, turn, *self.keys_of(s)[0])]
+            gradients = [*gradients, *attention.key_gradients(s, *self.keys_of(s)[0])]
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients
-        for g in dqkv[:2] if turn is not None and not attention.head_norms else ():
-            self.ops.rotary(g, turn, back=True)
+        for g in dqkv[:2] if s.turn is not None and not attention.head_norms else ():
+            self.ops.rotary(g, s.turn, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 

@@ -106,7 +106,7 @@ class HeadNorms:
 
 class LayerAttention:
     """Holds the Attention to a whole sequence and that to pieces of several subsequences, and norms per head
-    where the family has some. `turn`: rotations, or None; `kv_heads`: of a rank."""
+    where the family has some. `kv_heads`: of a rank."""
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
@@ -123,44 +123,43 @@ class LayerAttention:
         B, _, T = like.shape
         return [x.view(B, T, -1, self.head_dim) for x in rows]
 
-    def norms(self, turn: torch.Tensor | None) -> HeadNorms:
+    def norms(self, s: Activations) -> HeadNorms:
         """The norms of q and k, where the family has some."""
-        return HeadNorms(self.ops, self.w, self.dw, self.eps, turn)
+        return HeadNorms(self.ops, self.w, self.dw, self.eps, s.turn)
 
-    def over(self, s: Activations, turn: torch.Tensor | None) -> Attention:
+    def over(self, s: Activations) -> Attention:
         """The Attention of q and k as the layer makes them: to the whole sequence, or to `s.pieces`."""
         attention = in_slices(self.pieces, s.slices) if s.pieces else self.whole
-        return self.norms(turn).over(attention, bool(s.pieces)) if self.head_norms else attention
+        return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
 
     def keys_apart(self, s: Activations) -> bool:
         """Says whether the unit's own piece does not hold keys and values as the layer makes them; so, too,
         where other stages compute the later rows of several sequences, whose keys lie between."""
         return self.keys_change or not s.pieces[-1][0].is_contiguous()
 
-    def put_keys(self, s: Activations, turn: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
-                 kv: slice = EVERYTHING) -> None:
+    def put_keys(self, s: Activations, k: torch.Tensor, v: torch.Tensor, kv: slice = EVERYTHING) -> None:
         """Writes the layer's k and v into the unit's own piece."""
         [own] = of_heads(s.pieces[-1:], kv)
-        for place, tensor in zip(own, self.over(s, turn).to_pieces(k, v), strict=True):
+        for place, tensor in zip(own, self.over(s).to_pieces(k, v), strict=True):
             place.copy_(tensor)
 
-    def forward(self, s: Activations, turn: torch.Tensor | None, q: torch.Tensor, keys: Pieces,
-                out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING, coming: Visits | None = None,
+    def forward(self, s: Activations, q: torch.Tensor, keys: Pieces, out: torch.Tensor, lse: torch.Tensor,
+                kv: slice = EVERYTHING, coming: Visits | None = None,
                 meanwhile: Meanwhile | None = None) -> None:
         """Writes into out and lse the attention of q to the pieces, or where there are none to `keys`, [(k,
         v)]. `coming`, `meanwhile`: see attend()."""
-        attend(self.over(s, turn), q, of_heads(s.pieces, kv) or keys, self.scale, out, lse, coming, meanwhile)
+        attend(self.over(s), q, of_heads(s.pieces, kv) or keys, self.scale, out, lse, coming, meanwhile)
 
-    def backward(self, s: Activations, turn: torch.Tensor | None, dout: torch.Tensor, q: torch.Tensor,
-                 keys: Pieces, out: torch.Tensor, lse: torch.Tensor, kv: slice = EVERYTHING,
-                 coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> Gradients:
+    def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,
+                 lse: torch.Tensor, kv: slice = EVERYTHING, coming: Visits | None = None,
+                 meanwhile: Meanwhile | None = None) -> Gradients:
         """-> dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
-        return attend_backward(self.over(s, turn), dout, q, of_heads(s.pieces, kv) or keys,
+        return attend_backward(self.over(s), dout, q, of_heads(s.pieces, kv) or keys,
                                of_heads(s.sums, kv), out, lse, self.scale, coming, meanwhile)
 
-    def key_gradients(self, s: Activations, turn: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor,
+    def key_gradients(self, s: Activations, k: torch.Tensor, v: torch.Tensor,
                       kv: slice = EVERYTHING) -> Gradients:
         """-> dk, dv of the unit's own piece, over k and v, when later subsequences and the unit have added
         all of theirs. `k`: with norms per head as the layer makes it."""
         [sums] = of_heads(s.sums[-1:], kv)
-        return self.over(s, turn).from_pieces(*sums, k, v)
+        return self.over(s).from_pieces(*sums, k, v)

@@ -67,34 +67,34 @@ class MetpBlock:
 
     # --- forward ---
 
-    def forward(self, s: Activations, turn: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)  # the first matrices of the MLP come while attention computes
         # the norm's output lies in `out`, free until the MLP
-        self.attention_half(s, turn, own, out, EVERY_ROW)
+        self.attention_half(s, own, out, EVERY_ROW)
         return self.mlp_half(s, own, out, visits)
 
-    def recompute(self, s: Activations, turn: torch.Tensor | None, rows: dict[str, slice]) -> None:
+    def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
         r = rows.get("mid", NO_ROWS)
         if len(s.attn_out[rows.get("attn_out", NO_ROWS)]):
             own = self.own_parts(*(self.names_of("q") if s.pieces else self.projections), "proj_w")
-            self.attention_half(s, turn, own, torch.empty_like(s.x), r, again=True)
+            self.attention_half(s, own, torch.empty_like(s.x), r, again=True)
         elif len(s.mid[r]):
             projection = self.projected(s, self.own_parts("proj_w"), r)
             projection.start(self.tp.size)
             for _ in range(self.tp.size):
                 projection.add()
 
-    def sweep(self, s: Activations, x: torch.Tensor, turn: torch.Tensor | None) -> None:
+    def sweep(self, s: Activations, x: torch.Tensor) -> None:
         names = self.names_of("kv")
         coming = self.broadcasts(self.own_parts(*names), names, lambda group: group.first)
         normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
-            self.fill_piece(s, normed, heads, matrices, turn)
+            self.fill_piece(s, normed, heads, matrices)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: Activations, turn: torch.Tensor | None, own: dict[str, Part],
-                       memory: torch.Tensor, r: slice, again: bool = False) -> None:
+    def attention_half(self, s: Activations, own: dict[str, Part], memory: torch.Tensor, r: slice,
+                       again: bool = False) -> None:
         """attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for the norm's
         output. `again`: the unit's own piece is there already, where it has one. Source: METP, algorithms 3
         and 4."""
@@ -106,66 +106,63 @@ class MetpBlock:
         coming = self.broadcasts(own, names, lambda group: group.first or not s.pieces, behind)
         self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
         normed = self.matmul.rows(memory[None])
-        ahead = self.groups_ahead(coming, s, normed, turn)
+        ahead = self.groups_ahead(coming, s, normed)
 
         def meanwhile(done: int, left: int) -> None:
             if left <= 2:
                 ahead.prepare()
         for heads, matrices, kv, others in ahead:
-            [q] = self.made("q", normed, matrices, turn, s.lse)
+            [q] = self.made("q", s, normed, matrices)
             if self.begins_part(heads):
                 projection.add()  # the part before
             out, lse = self.of_heads(s.attn_out, s.lse, heads)
             if s.pieces:
-                self.fill_piece(s, normed, heads, matrices, turn)
+                self.fill_piece(s, normed, heads, matrices)
             del matrices  # before the next group's take memory
-            self.attention.forward(s, turn, q, kv, out, lse, heads.kv, others, meanwhile if others else None)
+            self.attention.forward(s, q, kv, out, lse, heads.kv, others, meanwhile if others else None)
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Rows,
-                     turn: torch.Tensor | None) -> Ahead[WithKeys]:
+    def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Rows) -> Ahead[WithKeys]:
         """Each group of heads with its keys, where these lie in no pieces. A group prepared before its
         turn has its keys on their way beside the group before."""
         def send_keys(item: Group) -> WithKeys:
             heads, matrices = item
             if s.pieces:
                 return heads, matrices, [], None
-            k, v = self.made("kv", normed, matrices, turn, s.lse)
+            k, v = self.made("kv", s, normed, matrices)
             return heads, matrices, [(k, v)], start_keys(
-                self.attention.over(s, turn), heads.q.stop - heads.q.start, k, v)
+                self.attention.over(s), heads.q.stop - heads.q.start, k, v)
         return Ahead(map(send_keys, coming))
 
-    def made(self, names: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
-             lse: torch.Tensor) -> list[torch.Tensor]:
+    def made(self, names: str, s: Activations, normed: Rows, matrices: Matrices) -> list[torch.Tensor]:
         """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
-        rows = lse.shape[0] * lse.shape[2]
-        new = [self.one_made(name, normed, matrices, turn,
+        rows = s.lse.shape[0] * s.lse.shape[2]
+        new = [self.one_made(name, s, normed, matrices,
                              getattr(self.w, f"{name}_w").new_empty(rows, len(matrices[f"{name}_w"])))
                for name in names]
-        return self.attention.heads(*new, like=lse)
+        return self.attention.heads(*new, like=s.lse)
 
-    def one_made(self, name: str, normed: Rows, matrices: Matrices, turn: torch.Tensor | None,
+    def one_made(self, name: str, s: Activations, normed: Rows, matrices: Matrices,
                  out: torch.Tensor) -> torch.Tensor:
         """q, k or v of a group of heads from (1, n, C), over `out` (n, heads * D)."""
         for r in row_pieces(len(out)):
             self.matmul.forward(normed[:, r], matrices[f"{name}_w"], out[r][None], matrices.get(f"{name}_b"))
         if name != "v":
-            self.rotate(out, turn, back=False)
+            self.rotate(out, s, back=False)
         return out
 
-    def fill_piece(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices,
-                   turn: torch.Tensor | None) -> None:
+    def fill_piece(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices) -> None:
         """The group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
             return
         if self.attention.keys_apart(s):
-            k, v = self.made("kv", normed, matrices, turn, s.lse)
-            self.attention.put_keys(s, turn, k, v, heads.kv)
+            k, v = self.made("kv", s, normed, matrices)
+            self.attention.put_keys(s, k, v, heads.kv)
         else:
             [own] = of_heads(s.pieces[-1:], heads.kv)
             for name, place in zip("kv", own, strict=True):
-                self.one_made(name, normed, matrices, turn, out=place.flatten(2).flatten(0, 1))
+                self.one_made(name, s, normed, matrices, out=place.flatten(2).flatten(0, 1))
 
     def projected(self, s: Activations, own: dict[str, Part], r: slice) -> Projection:
         """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
@@ -182,7 +179,7 @@ class MetpBlock:
 
     # --- backward ---
 
-    def backward(self, dy: torch.Tensor, s: Activations, turn: torch.Tensor | None) -> torch.Tensor:
+    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
         coming = self.broadcasts(own, [*self.projections, "proj_w"],
@@ -190,7 +187,7 @@ class MetpBlock:
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
         home = self.mlp_half_backward(visits, own, dy, s, dx)
         del own  # of the MLP
-        return self.attention_half_backward(coming, home, dy, s, turn, dx)
+        return self.attention_half_backward(coming, home, dy, s, dx)
 
     def mlp_half_backward(self, visits: Visits, own: dict[str, Part], dy: torch.Tensor, s: Activations,
                           dx: torch.Tensor) -> Hop | None:
@@ -206,7 +203,7 @@ class MetpBlock:
         return home
 
     def attention_half_backward(self, coming: Ahead[Group], mlp_home: Hop | None, dy: torch.Tensor,
-                                s: Activations, turn: torch.Tensor | None, dx: torch.Tensor) -> torch.Tensor:
+                                s: Activations, dx: torch.Tensor) -> torch.Tensor:
         """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
         memory. `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and
         6."""
@@ -217,8 +214,8 @@ class MetpBlock:
         normed = matmul.rows(self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)[None])
         bias_backward(dy, dw.proj_b)
         home = Reductions(self.tp, self.dw, self.attention.head_dim)
-        keys = self.groups_ahead(coming, s, normed, turn)
-        ahead = Ahead(map(partial(self.with_queries, taken, s, normed, turn), keys))
+        keys = self.groups_ahead(coming, s, normed)
+        ahead = Ahead(map(partial(self.with_queries, taken, s, normed), keys))
 
         def meanwhile(done: int, left: int) -> None:
             if done == 1:  # beside the first gradients of keys, which otherwise have one block alone
@@ -231,12 +228,12 @@ class MetpBlock:
         for heads, matrices, kv, others, q, dout in ahead:
             if others is None:  # there is no ring to do it in
                 self.send_projection_gradient(heads, taken, s, home)
-            gradients = self.attend_group_backward(s, normed, heads, matrices, turn, dout, q, kv, others,
+            gradients = self.attend_group_backward(s, normed, heads, matrices, dout, q, kv, others,
                                                    meanwhile if others else None)
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
-            self.send_qkv_gradients(heads, dict(zip(names, parts, strict=True)), normed, turn, home)
+            self.send_qkv_gradients(heads, dict(zip(names, parts, strict=True)), s, normed, home)
             # q, k and v at once: each sum rounds dx in the run's dtype
             dqkv, qkv_w = matmul.as_one(parts, [matrices[f"{name}_w"] for name in names])
             del gradients, parts
@@ -251,13 +248,13 @@ class MetpBlock:
             add_all(self.mlp_parts(vars(dw)).values(), mlp_home.wait())
         return s.x
 
-    def with_queries(self, dy: RowGradients, s: Activations, normed: Rows, turn: torch.Tensor | None,
+    def with_queries(self, dy: RowGradients, s: Activations, normed: Rows,
                      item: WithKeys) -> tuple[*WithKeys, torch.Tensor, torch.Tensor]:
         """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
             others.post(3)  # no block of keys is in use until the ring begins: there may be one more
-        [q] = self.made("q", normed, matrices, turn, s.lse)
+        [q] = self.made("q", s, normed, matrices)
         dout = torch.empty_like(q)
         flat = dout.view(1, len(s.x), -1)
         for r in row_pieces(len(s.x)):
@@ -272,13 +269,13 @@ class MetpBlock:
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
-    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], normed: Rows,
-                           turn: torch.Tensor | None, home: Reductions) -> None:
+    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], s: Activations, normed: Rows,
+                           home: Reductions) -> None:
         """Turns the gradients of q, k, v of a group, `parts`, back; those of their matrices set off."""
         places = home.places(heads, self.names_of("".join(parts)))
         for name, g in parts.items():
             if name != "v":
-                self.rotate(g, turn, back=True)
+                self.rotate(g, s, back=True)
             bias_backward(g, places.get(f"{name}_b"))
             for r in row_pieces(len(g)):
                 gradient = self.matmul.gradients(g[r][None])
@@ -286,21 +283,20 @@ class MetpBlock:
                 del gradient  # before the next piece's
             home.start(heads, places, f"{name}_w", f"{name}_b")
 
-    def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads,
-                              matrices: Matrices, turn: torch.Tensor | None, dout: torch.Tensor,
-                              q: torch.Tensor, kv: Pieces, others: Visits | None,
+    def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices,
+                              dout: torch.Tensor, q: torch.Tensor, kv: Pieces, others: Visits | None,
                               meanwhile: Meanwhile | None) -> Gradients:
         """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
         is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
-        gradients = self.attention.backward(s, turn, dout, q, kv, out, lse, heads.kv, others, meanwhile)
+        gradients = self.attention.backward(s, dout, q, kv, out, lse, heads.kv, others, meanwhile)
         if not s.pieces or "k_w" not in matrices:
             return gradients
         [sums] = of_heads(s.sums[-1:], heads.kv)
         k, v = (torch.empty(t.shape, dtype=q.dtype, device=q.device) for t in sums)
         if self.attention.keys_apart(s):  # the norm's backward wants k as it was before
-            [k] = self.made("k", normed, matrices, turn, s.lse)
-        return [*gradients, *self.attention.key_gradients(s, turn, k, v, heads.kv)]
+            [k] = self.made("k", s, normed, matrices)
+        return [*gradients, *self.attention.key_gradients(s, k, v, heads.kv)]
 
     # --- what both need ---
 
@@ -346,10 +342,10 @@ class MetpBlock:
         """(attn_out (B, T, heads, D), lse (B, heads, T)) of a group, views."""
         return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
 
-    def rotate(self, y: torch.Tensor, turn: torch.Tensor | None, back: bool) -> None:
+    def rotate(self, y: torch.Tensor, s: Activations, back: bool) -> None:
         """Positions into q or k (n, width), in place; norms per head come before that."""
-        if turn is not None and not self.attention.head_norms:
-            self.ops.rotary(y[:, None], turn, back)
+        if s.turn is not None and not self.attention.head_norms:
+            self.ops.rotary(y[:, None], s.turn, back)
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""

@@ -120,13 +120,15 @@ def training_step(model: Model, memory: Memory, streams: Streams, tokens: torch.
         "forward", "offload", "backward", "prefetch"))
     positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
     turn = model.rotations_of(positions)  # rotary positions; None where positions are learned
+    for s in layers:
+        s.turn = turn
     ids, loss = tokens.reshape(-1), torch.zeros((), device=tokens.device)
 
     compute.launch("embedding", edges.embed, ids, positions, layers[0].x)
     for k in range(L):
         if k >= 2:  # protects layer k - 2: its copy still reads the buffer that layer k writes over
             compute.wait(offloaded[k - 2])
-        compute.launch(f"forward {k}", blocks[k].forward, layers[k], turn, layers[k + 1].x)
+        compute.launch(f"forward {k}", blocks[k].forward, layers[k], layers[k + 1].x)
         if k < L - 2:
             compute.record(computed[k])
             offload.wait(computed[k])  # protects the slab from a layer that has not computed yet
@@ -138,9 +140,9 @@ def training_step(model: Model, memory: Memory, streams: Streams, tokens: torch.
         if k < L - 2:  # protects layer k from rows that are not back yet
             compute.wait(prefetched[k])
         if layers[k].dropped:
-            compute.launch(f"recompute {k}", blocks[k].recompute, layers[k], turn, layers[k].dropped)
+            compute.launch(f"recompute {k}", blocks[k].recompute, layers[k], layers[k].dropped)
         # layers[k + 1].x holds the gradient of the layer's output; that of its input goes over layers[k].x
-        compute.launch(f"backward {k}", blocks[k].backward, layers[k + 1].x, layers[k], turn)
+        compute.launch(f"backward {k}", blocks[k].backward, layers[k + 1].x, layers[k])
         if k >= 2:
             compute.record(done[k])
             prefetch.wait(done[k])  # protects layer k: its backward still reads what the copy writes over

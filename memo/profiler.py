@@ -7,7 +7,7 @@ The block and its buffers are handed in; measuring overwrites their contents, th
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from memo.command import Arguments, answer_early, run
@@ -65,14 +65,13 @@ def least_seconds(device: torch.device, call: Callable, before: Callable = lambd
     return best
 
 
-def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None, device: torch.device,
-               host: Axis) -> UnitRates:
+def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host: Axis) -> UnitRates:
     """Of `block` at subsequence i, in the buffer of the first layer's unit; those of the subsequences before
     have run."""
     s, (_, y) = swap.units[Unit(0, i)], swap.between[Unit(0, i)]
     generator = torch.Generator(device).manual_seed(i)
 
-    forward, backward = partial(block.forward, s, turn, y), partial(block.backward, y, s, turn)
+    forward, backward = partial(block.forward, s, y), partial(block.backward, y, s)
 
     def refill() -> None:
         s.x.normal_(generator=generator)
@@ -80,7 +79,7 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None,
 
     def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
-        return least_seconds(device, partial(block.recompute, s, turn, rows), host=host)
+        return least_seconds(device, partial(block.recompute, s, rows), host=host)
 
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = least_seconds(device, forward, host=host)
@@ -91,19 +90,20 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, turn: torch.Tensor | None,
     if p.several or p.layers_come:
         attention_s = max(0.0, recompute_s((ATTENTION,)) - launches_s)
     if p.several:
-        sweep_s = least_seconds(device, partial(block.sweep, s, s.x, turn), host=host)
+        sweep_s = least_seconds(device, partial(block.sweep, s, s.x), host=host)
     backward()
     backward_s = least_seconds(device, backward, before=refill, host=host)
     return UnitRates(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
 
 
-def layer_rates(block: LayerBlock, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
+def layer_rates(block: LayerBlock, swap: Swap, device: torch.device,
                 host: Axis) -> tuple[list[UnitRates], int | None]:
-    """(units, transient_bytes) of `block`. `turns`: rotations of each subsequence."""
+    """(units, transient_bytes) of `block`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    units = [unit_rates(block, swap, i, turn, device, host) for i, turn in enumerate(turns)]
+    subsequences = sorted({unit.subsequence for unit in swap.units})
+    units = [unit_rates(block, swap, i, device, host) for i in subsequences]
     transient = None
     if device.type == "cuda":
         transient = int(*host.max(torch.cuda.max_memory_allocated(device) - before))
@@ -155,13 +155,13 @@ def measured_states(model: Model) -> StateSeconds:
     return found
 
 
-def measure(block: LayerBlock, swap: Swap, turns: Sequence[torch.Tensor | None], device: torch.device,
-            pin: bool = True, peers: Axis = ALONE.peers, host: Axis = ALONE.host) -> Rates:
+def measure(block: LayerBlock, swap: Swap, device: torch.device, pin: bool = True, peers: Axis = ALONE.peers,
+            host: Axis = ALONE.host) -> Rates:
     """The Rates of `block` in the buffers of `swap`: of the slowest rank of `peers`, so that all of them
     decide alike. All ranks of `host` copy at once."""
     synchronize(device)
     swap.streams.timeline.take()
-    units, transient = layer_rates(block, swap, turns, device, peers)
+    units, transient = layer_rates(block, swap, device, peers)
     offload, prefetch = peers.max(*(-rate for rate in copy_rates(swap, device, pin, host)))  # of the slowest
     forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}

@@ -86,7 +86,8 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
     for i, (block, s, (k, v), y) in enumerate(layers):
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
-        block.extend(s, turn, k[:, :position + 1], v[:, :position + 1], attend, y)
+        s.turn = turn
+        block.extend(s, k[:, :position + 1], v[:, :position + 1], attend, y)
     model.bring(len(model.blocks) + 1)
     return last_logits(model, swap.x[-1])
 

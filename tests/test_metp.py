@@ -46,10 +46,11 @@ def halves(host, cfg, x, dy):
     mine = model.positions[0][:T][tp.rank::tp.size]
     (s, y), block = (model.swap.layers[0], model.swap.x[1]), model.blocks[0]
     s.x.copy_(x[:, mine].flatten(0, 1))
-    block.forward(s, None, y)
+    s.turn = None  # no positions
+    block.forward(s, y)
     made = dict(mid=s.mid.clone(), y=y.clone())
     y.copy_(dy[:, mine].flatten(0, 1))
-    made["dx"] = block.backward(y, s, None).clone()
+    made["dx"] = block.backward(y, s).clone()
     model.close()
     return {name: t.unflatten(0, (B, -1)) for name, t in made.items()}, mine
 
@@ -175,16 +176,16 @@ def test_no_more_matrices_are_there_than_travel(p):
     block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
     part, group = 320 // p * 64, 64 // 8 * 64  # elements: two matrices a part, four a group
     sets = 1 if p == 2 else 2
-    arena.run("forward", block.forward, s, model.turn[0], y)
+    arena.run("forward", block.forward, s, y)
     assert most_at_once(arena, 2 * part) == 2 * sets
-    arena.run("forward", block.forward, s, model.turn[0], y)
+    arena.run("forward", block.forward, s, y)
     assert most_at_once(arena, 2 * group) == 2 * 3  # of q, k and v; the projection's come whole
-    arena.run("backward", block.backward, y, s, model.turn[0])
+    arena.run("backward", block.backward, y, s)
     assert most_at_once(arena, 2 * part) == 2 * sets
     s.x.normal_()
-    arena.run("forward", block.forward, s, model.turn[0], y)
+    arena.run("forward", block.forward, s, y)
     arena.log.clear()
-    arena.run("backward", block.backward, y, s, model.turn[0])
+    arena.run("backward", block.backward, y, s)
     assert most_at_once(arena, 4 * part) == 2 * (2 if p == 2 else 3)
-    arena.run("backward", block.backward, y, s, model.turn[0])
+    arena.run("backward", block.backward, y, s)
     assert most_at_once(arena, 4 * group) == 2 * 4

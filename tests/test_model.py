@@ -127,7 +127,7 @@ def test_recompute_gives_the_same_bits(keys):
     tail = slice(384, None)
     for n in names:
         getattr(s, n)[tail] = float("nan")
-    model.blocks[0].recompute(s, model.turn[0], dict.fromkeys(names, tail))
+    model.blocks[0].recompute(s, dict.fromkeys(names, tail))
     for n in names:
         assert torch.equal(bytes_of(getattr(s, n)), bytes_of(kept[n])), n
 
@@ -146,7 +146,7 @@ def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most,
     want = {n: getattr(s, n).clone() for n in kept}
     for n, r in rows.items():
         getattr(s, n)[r] = float("nan")
-    model.blocks[0].recompute(s, model.turn[0], rows)
+    model.blocks[0].recompute(s, rows)
     for n in kept:
         assert torch.equal(getattr(s, n), want[n]), n
 

@@ -134,7 +134,7 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
     model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(2, S // cp, streams=open_streams(CPU))
-    model.blocks[0].forward(model.swap.layers[0], model.turn[0], model.swap.x[1])
+    model.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
     assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
     KV = 2 * BTC // tp // shared  # bytes of a block's keys and values
@@ -145,7 +145,7 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     exchanged = (2 * BTC // tp + KV) * (cp - 1) // cp
     assert mesh.tokens.sent_bytes == (KV * (cp - 1) if kind == "ring" else exchanged)
     mesh.take_sent_bytes()
-    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn[0])
+    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
     assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
     home = 2 * KV * (cp - 1)  # a ring's gradients of keys and values, fp32
     exchanged = (4 * BTC // tp + 2 * KV) * (cp - 1) // cp
@@ -175,11 +175,11 @@ def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, matmul, tp,
         model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
         model.reserve(1, S // cp, streams=open_streams(CPU))
         axes = mesh.hops, mesh.weights, mesh.tokens
-        model.blocks[0].forward(model.swap.layers[0], model.turn[0], model.swap.x[1])
+        model.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
         away, block = (tp - 1) / tp, 2 * KV * S // (cp * tp) * (cp * tp - 1)
         sent = [axis.sent_bytes for axis in axes]
         assert sent == [e * mlp * away, e * attention * away + scales, 2 * block]
-        model.blocks[0].backward(model.swap.x[1], model.swap.layers[0], model.turn[0])
+        model.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
         sent = [axis.sent_bytes - n for axis, n in zip(axes, sent, strict=True)]
         # bf16 keys and values, and matrices where these are not in FP8; their gradients are fp32
         assert sent == [(e + 4) * mlp * away, (e + 4) * attention * away + scales, (2 + 4) * block]

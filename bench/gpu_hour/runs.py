@@ -89,8 +89,8 @@ class Ours:
         s, x, y = swap.layers[0], swap.x[0], swap.x[1]
         x.normal_()
         with Kernels() as layer:
-            m.blocks[0].forward(s, m.turn[0], y)
-            m.blocks[0].backward(y, s, m.turn[0])
+            m.blocks[0].forward(s, y)
+            m.blocks[0].backward(y, s)
         rows = m.edges.own_head_rows
         targets, loss = self.batch[1].reshape(-1)[:rows], torch.zeros((), device=device())
         with Kernels() as head:

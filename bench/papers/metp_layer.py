@@ -40,8 +40,8 @@ def sent_elements(p):
     h, heads, S = 1024, 16, 8192
     _, model = one_layer(h, heads, S, p, dtype=torch.float32)
     s, y = model.swap.layers[0], model.swap.x[1]
-    model.blocks[0].forward(s, model.turn[0], y)
-    model.blocks[0].backward(y, s, model.turn[0])
+    model.blocks[0].forward(s, y)
+    model.blocks[0].backward(y, s)
     sent = {name: n // 4 for name, n in model.mesh.take_sent_bytes().items()}
     return sent["hops"] / h**2, sent["tp"] / h**2, sent["cp"] / (S * h)
 
@@ -98,7 +98,7 @@ def layer_memory(h, heads, S, p, kind="metp"):
     cfg, model = one_layer(h, heads, S, p, kind)
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
-    arena.run("forward", block.forward, s, model.turn[0], y)
+    arena.run("forward", block.forward, s, y)
     alone, _, together = arena.peaks()
     return [sum(kept.values()) + nbytes // 2 for nbytes in (alone, together)]
 
@@ -110,7 +110,7 @@ def halves_memory(h, heads, S, p):
     block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     own = block.own_parts(*block.projections, "proj_w", *block.mlp_names)
-    arena.run("attention", block.attention_half, s, model.turn[0], own, y, slice(None))
+    arena.run("attention", block.attention_half, s, own, y, slice(None))
     attention = arena.peaks()
     arena.run("mlp", lambda: block.mlp_half(s, own, y, block.visits(own)))
     mlp = arena.peaks()

@@ -1,5 +1,5 @@
 """What attention costs a rank, over the ranks that share the tokens: alone, in a ring, by Ulysses, and over
-the keys and values of all subsequences up to the unit's own (memo/parallel/prefix.py)."""
+the keys and values of all subsequences up to the unit's own (memo/attend.py)."""
 
 from collections import Counter
 from functools import lru_cache
