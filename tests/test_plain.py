@@ -42,7 +42,7 @@ def noting_streams():
 
 def tensors_of(s):
     """{name: skeletal tensor} of a layer."""
-    return {name: t for name, t in vars(s).items() if isinstance(t, torch.Tensor)}
+    return {name: t for name, t in vars(s).items() if isinstance(t, torch.Tensor) and name != "turn"}
 
 
 def copied(stream, layers, slab):
