@@ -172,20 +172,17 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
-                  bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False,
-                  rope: bool = False, metp: bool = False, subsequences: bool = False,
-                  fp8: bool = False) -> Layer:
+                  bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, rope: bool = False,
+                  metp: bool = False, subsequences: bool = False, fp8: bool = False) -> Layer:
     """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
 
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
-    metp: what is made from matrices that travel is made again in the backward, when they travel again; only
-    `mid` is kept of it (METP, algorithms 1 to 6). subsequences: there are several, so that keys and values
-    are kept whole until the layer's last unit, by METP too, and are no part of what alpha shares out. fp8:
-    inputs of products that nothing else reads are kept in FP8.
+    metp: only `mid` is kept of what is made from matrices that travel, and travel again in the backward.
+    subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
+    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8.
     """
     Q, KV = H * D, Hkv * D
-    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
 
     def product_input(name: str, width: int, made_by: Operation, split: bool = False) -> list[Skeletal]:
@@ -198,16 +195,14 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
                 *(Skeletal(f"ln{number}_{statistic}", group=name) for statistic in statistics)]
 
     def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
-        made_by = Operation("column", reads, C, gives, rotary)
-        return Skeletal(name, gives, split=True, group=name, made_by=made_by)
+        return Skeletal(name, gives, True, group=name, made_by=Operation("column", reads, C, gives, rotary))
     turned = rope and not qk_norm  # with norms per head q and k are kept as they were before these
-    hidden: tuple[Skeletal, ...]
     if mlp == "gelu":
-        hidden = (columns("fc1_out", "ln2_out", F),
-                  *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True))
+        hidden = [columns("fc1_out", "ln2_out", F),
+                  *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True)]
         output = Operation("row", "gelu_out", F, C)
     else:
-        hidden = columns("gate_out", "ln2_out", F), columns("up_out", "ln2_out", F)
+        hidden = [columns(name, "ln2_out", F) for name in ("gate_out", "up_out")]
         output = Operation("row", "gate_out up_out", F, C, gated=True)
     skeletal = (
         Skeletal(INPUT, C),
@@ -219,11 +214,12 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         *normed(2, "mid"),
         *hidden)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
+    if subsequences:
+        skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
         kept = INPUT, ATTENTION, "lse", "mid", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
-    if subsequences:
-        skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
+    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
     return Layer(parameters, skeletal, operations, H, Hkv, D)
 
 
