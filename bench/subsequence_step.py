@@ -79,7 +79,7 @@ def of_buffers(swap, begin, end):
     p, events = swap.placement, []
     for k, unit in enumerate(p.units):
         name = swap.name(unit)
-        made = sum(t.nbytes for t in vars(swap.units[unit]).values() if isinstance(t, torch.Tensor))
+        made = sum(getattr(swap.units[unit], name).nbytes for name in swap.tensors if name in swap.buffers)
         events += [(begin[f"forward {name}"], made), (end[f"backward {name}"], -made)]
         if k in p.program.copied:
             events += [(end[f"offload {name}"], -made), (begin[f"prefetch {name}"], made)]

@@ -104,7 +104,7 @@ def on_device(swap: Swap, spans: list[Span]) -> list[int]:
     slab = range(start := swap.slab.bytes.data_ptr(), start + swap.slab.bytes.nbytes)
     events = []
     for unit, tensors in swap.units.items():
-        made = sum(t.nbytes for t in vars(tensors).values() if isinstance(t, torch.Tensor))
+        made = sum(getattr(tensors, name).nbytes for name in swap.tensors if name in swap.buffers)
         events.append((ends[f"forward {swap.name(unit)}"], made))
         offload = Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)
         left = sum(mine.nbytes for mine, there in swap.pairs.get(offload, ())
