@@ -52,8 +52,7 @@ from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
-from memo.swap.buffers import Swap
-from memo.swap.lending import of_sequences
+from memo.swap.buffers import Swap, of_sequences
 from memo.swap.placement import Placement, with_stream
 from memo.swap.placing import all_kept
 from memo.views import bucket_views, views

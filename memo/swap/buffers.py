@@ -2,9 +2,9 @@
 executed in. Source: MEMO 4.1 and 4.3.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -12,18 +12,19 @@ import torch
 from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
+from memo.schedule.help import HELPER_PLACES, turns_of
 from memo.schedule.place import Content, Part, Place, Region
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.schedule.waits import Passes, passes_of
-from memo.swap.lending import Lending, flat, of_rows, of_sequences
 from memo.swap.placement import Placement
-from memo.swap.sizes import Sizes, shared_regions
+from memo.swap.sizes import Sizes, guest_rows, repaid_rows, shared_regions
 from memo.swap.slab import HostSlab
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # bytes on the device and on the host, for one copy each
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pairs = list[Pair]  # bytes on the device and on the host, for one copy each
 
 
 def bytes_of(t: torch.Tensor) -> torch.Tensor:
@@ -35,6 +36,23 @@ def copy_bytes(pairs: Pairs) -> None:
     """Copies [(destination, source)]; without waiting for it on CUDA."""
     for destination, source in pairs:
         destination.copy_(source, non_blocking=True)
+
+
+def of_rows(pair: Pair, rows: tuple[int, int], tokens: int) -> Pair:
+    """Picks rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
+    k, v = (t[:, rows[0] * tokens // len(t):rows[1] * tokens // len(t)] for t in pair)
+    return k, v
+
+
+def of_sequences(stream: torch.Tensor, B: int, first: int, end: int) -> torch.Tensor:
+    """Picks rows of B sequences, equally many of each: (n, ...) -> (B, rows, ...)."""
+    return stream.unflatten(0, (B, -1))[:, first // B:end // B]
+
+
+def flat(pieces: Pieces) -> list[torch.Tensor]:
+    """Finds keys and values that are neighbours in memory as one tensor; nothing where there are none."""
+    numel = sum(t.numel() for pair in pieces for t in pair)
+    return [pieces[0][0].as_strided((numel,), (1,))] if numel else []
 
 
 class Swap:
@@ -81,8 +99,8 @@ class Swap:
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Lending | None = None
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
-        self.between: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.whole: dict[Unit, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.between: dict[Unit, Pair] = {}
+        self.whole: dict[Unit, Pair] = {}
         if p.several:
             self.add_pieces(gradients, numel)
             self.add_stream()
@@ -122,7 +140,7 @@ class Swap:
         memory = self.sizes.memory
         row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
 
-        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> Pair:
             shape = self.B, rows * tokens // self.B, heads, self.layer.head_dim
             k, v = self.cut(region, at, (2, *shape), dtype)
             return k, v
@@ -270,3 +288,36 @@ class Swap:
         if self.slab is not None:
             self.slab.close()
             self.slab = None
+
+
+class Lending:
+    """Where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest, and
+    a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
+
+    `cut`: Swap.cut. `piece(region, byte, rows, dtype)` -> (k, v) there. `numel`: elements of a layer's
+    parameters; `row`: of keys and values of a row. `weights`, `gradients`: of a helper's two places, flat;
+    `turn`: which of them each guest's unit has. `keys`, `sums`: of a guest's unit, piece by piece, the last
+    one up to its own rows. `repaid`: {helper: place of gradients of the weights, and of sums of keys and
+    values, flat}."""
+
+    def __init__(self, placement: Placement, cut: Callable[..., torch.Tensor], piece: Callable[..., Pair],
+                 numel: int, row: int, dtype: torch.dtype) -> None:
+        p, rows, size, fp32 = placement, guest_rows(placement), dtype.itemsize, torch.float32
+        places = range(HELPER_PLACES) if p.guests else ()
+        self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
+        begins = [4 * k * (numel + rows * row) for k in places]
+        self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
+        self.turn = turns_of(p.units, p.guest_of)
+        self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
+        for unit, turn in self.turn.items():
+            guest = p.guest_of[unit.subsequence]
+            ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
+            for pieces, region, at, kind in (
+                    (self.keys, "guest_keys", turn * rows * row * size, dtype),
+                    (self.sums, "guest_gradients", begins[turn] + 4 * numel, fp32)):
+                pieces[unit] = [piece(region, at + first * row * kind.itemsize, end - first, kind)
+                                for first, end in pairwise(ends)]
+        sizes = {helper: numel + row * before for helper, before in repaid_rows(p).items()}
+        begins = [4 * at for at in accumulate(sizes.values(), initial=0)]
+        self.repaid = {helper: cut("repaid", at, (n,), fp32)
+                       for (helper, n), at in zip(sizes.items(), begins, strict=False)}
