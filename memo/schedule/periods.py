@@ -8,6 +8,7 @@ are simulated.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -75,10 +76,8 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
         like += range(first, first + few)
         first += n
     few_layers = program.of_few(like, range(program.subsequences))
-    # states come of embedding and head, too
-    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like)), len(like): program.layers}
-    times = times_of(schedule(few_layers), lambda step: seconds(
-        Step(step.op, Unit(there[step.unit[0]], step.unit[1]), *step[2:])))
+    whole = steps_of_all(few_layers, (*like, program.layers))
+    times = times_of(schedule(few_layers), lambda step: seconds(whole[step]))
     found = totals(times, len(like), program.subsequences)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:
@@ -88,6 +87,15 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
                 return None
             found = Totals(*(a + (n - few) * b for a, b in zip(found, more, strict=True)))
     return found
+
+
+@lru_cache(16)  # a decision simulates the same ones again and again
+def steps_of_all(few: Program, like: tuple[int, ...]) -> dict[Step, Step]:
+    """Finds for each step of a few layers the one of all layers that is the same. `like`: the layers; states
+    come of embedding and head, too."""
+    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like))}
+    return {step: Step(step.op, Unit(there[step.unit.layer], step.unit.subsequence), *step[2:])
+            for step in schedule(few)}
 
 
 def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
