@@ -21,7 +21,7 @@ from memo.manifest import Damaged
 
 
 def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
-    """(Config, whether --force is given). --help ends the process. `passed_over`: as in load_config()."""
+    """Reads (Config, is --force given?). --help ends the process. `passed_over`: as in load_config()."""
     if "--help" in argv or "-h" in argv:
         command.end_with_reader()
         print(f"{__doc__}\n\n{keys_help()}")
@@ -30,7 +30,7 @@ def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Co
 
 
 def answer(argv: list[str]) -> None:
-    """What can be said before torch is imported."""
+    """Answers what needs no torch: --help, and a key that is wrong."""
     with contextlib.suppress(Damaged):  # prepare_run() passes the damaged checkpoint over
         read_argv(argv)
 
@@ -66,44 +66,42 @@ from model import GPT, initial_weights
 # --- before the first step ---
 
 def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
-    """A run that is ready for its first step. `host`: the Axis of all ranks. Errors: ConfigError."""
+    """Makes a run that is ready for its first step. `host`: the Axis of all ranks. Errors: ConfigError."""
     # all that can be wrong is found before a device is touched; all ranks agree on it
-    found = prepare_run(argv, launch, host, read_argv)
-    cfg, device = found.cfg, found.device
+    decided = prepare_run(argv, launch, host, read_argv)
+    cfg, device = decided.cfg, decided.device
     # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,
                      cfg.layers_come)
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
-    with naming_region(found.expected, device, "params"):
-        model = GPT(cfg, device, found.dtype, mesh=mesh)
-    with naming_region(found.expected, device, "optimizer"):
+    with naming_region(decided.expected, device, "params"):
+        model = GPT(cfg, device, decided.dtype, mesh=mesh)
+    with naming_region(decided.expected, device, "optimizer"):
         optimizer = Optimizer(model, cfg)
         # the weights go to the optimizer, which holds them in fp32 and gives the model rounded copies
-        if found.ckpt is not None:
-            together(host, checkpoint.restore, found.ckpt, model, optimizer)
+        if decided.ckpt is not None:
+            together(host, checkpoint.restore, decided.ckpt, model, optimizer)
             optimizer.publish()
-        elif hf := found.hf:
-            # each rank reads its own part of the files
-            mine = mesh.weights.rank, mesh.weights.size
-            together(host, lambda: optimizer.load(HfWeights(hf, cfg, *mine)))
+        elif hf := decided.hf:
+            together(host, lambda: optimizer.load(HfWeights(hf, cfg, mesh.weights.rank, mesh.weights.size)))
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 
     # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
-    with naming_region(found.expected, device, "rounding_buffers"):
-        machine = found.expected.machine if found.expected else None
-        decision = memory.reserve_activations(cfg, model, found.host_limit_bytes, machine=machine)
+    with naming_region(decided.expected, device, "rounding_buffers"):
+        machine = decided.expected.machine if decided.expected else None
+        decision = memory.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
     # rehearses a step, and gives each of its temporary tensors an address
-    with naming_region(found.expected, device, "transient"):
+    with naming_region(decided.expected, device, "transient"):
         memory.plan_memory(cfg, model)
-    return open_run(found, mesh, model, optimizer, decision)
+    return open_run(decided, mesh, model, optimizer, decision)
 
 
 # --- a step ---
 
 def learning_rate(cfg: Config, it: int) -> float:
-    """Linear warmup, then a cosine from learning_rate down to min_lr at decay_iters."""
+    """Warms up linearly, then follows a cosine from learning_rate down to min_lr at decay_iters."""
     if it < cfg.warmup_iters:
         return cfg.learning_rate * (it + 1) / cfg.warmup_iters
     done = min(1.0, (it - cfg.warmup_iters) / max(1, cfg.decay_iters - cfg.warmup_iters))
@@ -111,7 +109,7 @@ def learning_rate(cfg: Config, it: int) -> float:
 
 
 def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor]:
-    """[tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
+    """Draws [tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
     cfg = run.cfg
     # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
     pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.order)
@@ -119,7 +117,7 @@ def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor
 
 
 def evaluate(run: Run) -> float:
-    """Mean loss over eval_iters batches of the validation split, the same ones each time."""
+    """Computes the mean loss over eval_iters batches of the validation split, the same ones each time."""
     cfg, mesh = run.cfg, run.mesh
     total = torch.zeros((), device=run.device)
     for first in range(0, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
@@ -133,7 +131,7 @@ def evaluate(run: Run) -> float:
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
-    """The loss of step `it`. Its gradients are on their way to the ranks that need them."""
+    """Computes the loss of step `it`. Its gradients are on their way to the ranks that need them."""
     cfg, mesh = run.cfg, run.mesh
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)
@@ -144,15 +142,14 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
     for i, (tokens, targets) in enumerate(batches):
         loss += run.model.forward(tokens, targets, scale=part) * part
         # the last backward sends each bucket of gradients as soon as it is complete
-        last = i == len(batches) - 1
-        run.model.backward(last)
+        run.model.backward(last=i == len(batches) - 1)
     return mesh.mean_loss(loss)
 
 
 # --- the loop ---
 
 def train(run: Run, stop: StopSignal) -> None:
-    """All steps from run.first on. run.done counts the steps that are done."""
+    """Takes all steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     offload_bytes = swap.host_bytes * run.model.micro_batches
@@ -183,8 +180,8 @@ def train(run: Run, stop: StopSignal) -> None:
         run.done, run.whole = it + 1, True
 
         # a step takes the time of the slowest rank; a signal to one rank stops all ranks at the same step
-        mine = time.perf_counter() - start, stall_s(spans), stop.number, length_s(spans), busy_s(spans)
-        every = mesh.host.gather(torch.tensor(mine, dtype=torch.float64))
+        figures = time.perf_counter() - start, stall_s(spans), stop.number, length_s(spans), busy_s(spans)
+        every = mesh.host.gather(torch.tensor(figures, dtype=torch.float64))
         step_s, stalled_s, stopped, longest_s, _ = every.amax(0).tolist()
         run.slowest_s = max(run.slowest_s, step_s)
         bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None

@@ -19,23 +19,22 @@ SPLITS = ("train", "val")
 
 
 class Data:
-    """An open dataset: `tokens` maps train and val to their Ids, `fingerprints` "train data" and "val data"
-    to theirs; `vocab_size`, `meta`, `folder`."""
+    """Holds an open dataset: `tokens` and `fingerprints` map train and val, as "train data", to theirs."""
 
     def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict) -> None:
         self.folder, self.meta, self.tokens, self.fingerprints = folder, meta, tokens, fingerprints
         self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
-        """Where each of B sequences of S + 1 tokens starts: uniform over all windows of the split. The places
-        depend on the arguments only: a resumed run and every layout of ranks get the same ones."""
+        """Draws where B sequences of S + 1 tokens start, uniformly over all windows of the split. They depend
+        on the arguments only: a resumed run and every layout of ranks get the same ones."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
               order: RowOrder | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, targets): int64 (B, T) each, the targets one token later. `order`: which tokens of each
-        sequence are read, by default all S. Errors: DataError: a token id beyond the vocabulary."""
+        """Reads (tokens, targets): int64 (B, T) each, the targets one token later. `order`: which tokens of
+        each sequence are read, by default all S. Errors: DataError: an id beyond the vocabulary."""
         offsets = self.offsets(split, step, micro_step, B, S, seed)
 
         def read(first: int, end: int) -> torch.Tensor:
@@ -45,15 +44,15 @@ class Data:
         return tokens, targets
 
     def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:
-        """int64 (B, end - first + 1): tokens `first` to `end`, which is one of them, behind each of the
-        offsets. Errors: DataError: an id beyond the vocabulary."""
+        """Reads int64 (B, end - first + 1): the tokens `first` to `end`, inclusive, behind each offset.
+        Errors: DataError: an id beyond the vocabulary."""
         parts = [self.tokens[split].checked(o + first, o + end + 1, self.vocab_size) for o in offsets]
         return torch.from_numpy(np.stack(parts).astype(np.int64))
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """`t`, from pageable host memory, on the device. With `pin` the host does not wait for the copy: torch
-    copies through pinned memory of its own, which it uses again once the copy is done."""
+    """Copies `t`, in pageable host memory, to the device. With `pin` the host does not wait: torch copies
+    through pinned memory of its own, which it uses again once the copy is done."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
@@ -65,7 +64,8 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
-    """The meta.json of a folder with `splits`. Errors: ConfigError: it is not as memo/tokens.py writes it."""
+    """Reads the meta.json of a folder with `splits`. Errors: ConfigError: memo/tokens.py writes it
+    otherwise."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
@@ -92,8 +92,8 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
 
 
 class Ids:
-    """The token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that is
-    cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
+    """Reads the token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that
+    is cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
@@ -116,15 +116,15 @@ class Ids:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, end, _ = part.indices(self.count)
-        at, nbytes, got = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
-        while len(got) < nbytes:  # a read gives 2 GiB at most
-            if not (more := os.pread(self.descriptor, nbytes - len(got), at + len(got))):
+        at, nbytes, data = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
+        while len(data) < nbytes:  # a read gives 2 GiB at most
+            if not (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
                 raise self.error("was cut short", os.fstat(self.descriptor).st_size)
-            got += more
-        return np.frombuffer(got, self.dtype)
+            data += more
+        return np.frombuffer(data, self.dtype)
 
     def checked(self, start: int, end: int, vocab_size: int) -> np.ndarray:
-        """The ids from `start` to `end`. Errors: DataError: one is not below `vocab_size`."""
+        """Reads the ids from `start` to `end`. Errors: DataError: one is not below `vocab_size`."""
         ids = self[start:end]
         if len(ids) and ids.max() >= vocab_size:
             at = int((ids >= vocab_size).argmax())
@@ -135,11 +135,9 @@ class Ids:
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
     """Opens `splits` of `dataset`, a folder's name under data/ or a path, for sequences of `block_size`
-    tokens -> Data. `whole`: whether all of it is compared with what was prepared, not stretches alone.
-
-    Errors: ConfigError: there is no dataset, its files do not fit its meta.json, which is found in the ids of
-    the same stretches, or of all, or a split is shorter than one window of block_size + 1 tokens.
-    """
+    tokens. `whole`: compares all of it with what was prepared, not stretches alone. Errors: ConfigError:
+    there is no dataset, its files or the ids in these stretches do not fit its meta.json, or a split is
+    shorter than block_size + 1 tokens."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         command = prepare_again(DATA / dataset)
@@ -160,11 +158,11 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
                           f"sha256; put that one there, or {prepare_again(folder)}")
     known: dict[str, str] = {}
     for split, ids in tokens.items():
-        here = fingerprint(ids.path, whole)
-        stored = known[f"{split} data"] = meta["fingerprints"].get(split, here)
-        if stored[:len(here)] != here:
-            raise ConfigError(f"{ids.path} is not what was prepared: its fingerprint is {here}, meta.json "
-                              f"has {stored[:len(here)]!r}; {prepare_again(folder)}")
+        digest = fingerprint(ids.path, whole)
+        stored = known[f"{split} data"] = meta["fingerprints"].get(split, digest)
+        if stored[:len(digest)] != digest:
+            raise ConfigError(f"{ids.path} is not what was prepared: its fingerprint is {digest}, meta.json "
+                              f"has {stored[:len(digest)]!r}; {prepare_again(folder)}")
         length = STRETCH_BYTES // dtype.itemsize
         for start in range(0, len(ids), length if whole else max(length, len(ids) // STRETCHES)):
             ids.checked(start, start + length, meta["vocab_size"])

@@ -1,5 +1,4 @@
-"""Checkpoints: written by all ranks at once while training goes on, whole at any moment, readable in any
-layout.
+"""Checkpoints: written by all ranks while training goes on, whole at any moment, readable in any layout.
 
     out_dir/ckpt/<iter>/__<rank>_<n>.distcp, .metadata  torch.distributed.checkpoint's files, fp32:
         params.<name>, exp_avg.<name>, exp_avg_sq.<name>    master weights and AdamW's moments
@@ -57,13 +56,12 @@ def crc32(path: Path) -> int:
 
 
 class Saver:
-    """Writes a run's checkpoints in the background. `group`: a gloo process group of all ranks that nothing
-    else uses; every rank makes the same calls. None: one process. `pin`: whether a GPU's states come through
-    page-locked memory. `keep`: how many of the newest checkpoints stay, beside one that no step has followed
-    yet; on a full disk one. `whole`: the iteration of the newest whole checkpoint, or None. `read`: gives the
-    tensor of a piece when it is to be written; then pieces have shapes only. `copies`: whether pieces are
-    copied, so that they may change soon; others are written from where they are. `lease`: whether an out_dir
-    is still this run's; rank 0 asks before each of its changes there."""
+    """Writes a run's checkpoints in the background; every rank makes the same calls. `group`: a gloo group of
+    all ranks that nothing else uses; None: one process. `pin`: copy a GPU's states through page-locked
+    memory. `keep`: how many of the newest checkpoints stay, beside one that no step has followed yet; on a
+    full disk one. `whole`: the iteration of the newest whole one. `read`: reads a piece's tensor when it is
+    written; pieces then have shapes only. `copies`: copy pieces, so that they may change soon. `lease`: is an
+    out_dir still this run's? Rank 0 asks before each of its changes there."""
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
@@ -80,9 +78,9 @@ class Saver:
         self.slab: HostSlab | None = None  # page-locked once
 
     def save(self, pieces: list[Piece], config: JsonObject, iter: int) -> None:
-        """Starts to write the checkpoint of a run with these keys and the next iteration `iter`, unless it is
-        there already. The fp32 `pieces` must not change before copied() returns. Errors: those of the save
-        before, as in wait(); then no save starts."""
+        """Starts to write the checkpoint of a run with these keys and the next iteration `iter`, if it is not
+        there. The fp32 `pieces` must not change before copied(). Errors: wait()'s, of the save before; then
+        none starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -98,14 +96,13 @@ class Saver:
             self.write(pieces, reached, config, iter)
 
     def copied(self) -> None:
-        """Returns when the pieces of the save under way, if any, may change: they are copied, or written."""
+        """Waits until the pieces of the save under way may change: they are copied, or written."""
         if self.thread is not None:
             self.taken.wait()
 
     def wait(self) -> None:
-        """Returns when the save under way, if any, is on the disk. Errors: it failed, on this rank or
-        another; the previous checkpoint is whole. BadState: so is the state, which was not written. Each
-        failure is raised once, on every rank."""
+        """Waits for the save under way. Errors, raised once, on every rank: CheckpointError: a rank failed,
+        the previous one is whole; BadState: so is the state, which was not written."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -124,8 +121,8 @@ class Saver:
         self.group = None
 
     def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
-        """The fp32 pieces in host memory of their own, from a GPU through two small blocks of page-locked
-        memory, for its copies to other memory are slow. `reached`: a GPU's event behind their last change."""
+        """Copies the fp32 pieces to host memory, from a GPU through two small page-locked blocks, for its
+        copies to other memory are slow. `reached`: a GPU's event behind the pieces' last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
         copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
@@ -136,8 +133,7 @@ class Saver:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             self.slab = self.slab or HostSlab(2 * STAGED_BYTES, device, self.pin)
             blocks = self.slab.bytes.view(torch.float32).split(n)
-            # protects the copy from an optimizer step that is still under way
-            stream.wait_event(reached)
+            stream.wait_event(reached)  # an optimizer step may still be under way
             for i in range(len(parts) + 1):  # one block is filled while the other one is emptied
                 if i < len(parts):
                     _, part = parts[i]
@@ -150,7 +146,7 @@ class Saver:
         return [p._replace(tensor=t) for p, t in zip(pieces, copies, strict=True)]
 
     def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> str | None:
-        """-> the name of a piece that is not finite, or None."""
+        """Copies the pieces, where they are to be -> the name of a piece that is not finite, or None."""
         self.pieces = self.copy(pieces, reached) if self.copies else pieces
         if self.copies:
             self.taken.set()
@@ -200,27 +196,27 @@ class Saver:
         self.together(self.commit, path, temporary, stored, files)
 
     def together(self, work: Callable[..., T], *args: object) -> list[T]:
-        """work(*args) on every rank -> the results of all ranks. An error on one rank is raised on all."""
+        """Calls work(*args) on every rank -> all results. An error on one rank is raised on all."""
         try:
             results: list = [work(*args)]
         except Exception as e:
             results = [CheckpointError(reason(e))]
         come(SAVE, "part")
         if self.group is not None:
-            [mine], results = results, [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(results, mine, self.group)
+            [own], results = results, [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(results, own, self.group)
         for result in results:
             if isinstance(result, CheckpointError):
                 raise result
         return results
 
     def check_lease(self, out: Path) -> None:
-        """Errors: CheckpointError: the folder is another run's, or removed."""
+        """Raises CheckpointError where the folder is another run's, or removed."""
         if not self.lease(out):
             raise CheckpointError(f"{out} is not this run's any more")
 
     def begin(self, path: Path, temporary: Path) -> None:
-        """Rank 0 clears the way to `path`, and makes the folder `temporary`, which nobody has planted."""
+        """Clears the way to `path`, on rank 0, and makes the folder `temporary`, which nobody has planted."""
         if self.rank:
             return
         self.check_lease(path.parents[1])
@@ -231,13 +227,13 @@ class Saver:
         temporary.mkdir()
 
     def write_files(self, folder: Path, pieces: list[Piece]) -> dict[str, list[int]]:
-        """-> {name of a file that this rank wrote: [bytes, crc32]}."""
+        """Writes this rank's files -> {name: [bytes, crc32]}."""
         from memo import dcp  # takes a second: a run starts without it
         return dcp.write(folder, pieces, self.group, self.read)
 
     def commit(self, path: Path, temporary: Path, stored: JsonObject,
                files: list[dict[str, list[int]]]) -> None:
-        """Rank 0 makes the finished folder the newest checkpoint."""
+        """Makes the finished folder the newest checkpoint, on rank 0."""
         if self.rank:
             return
         stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
@@ -248,13 +244,13 @@ class Saver:
         sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
-        """Rank 0 removes this run's checkpoints but the `keep` newest, and all damaged ones but as many. What
-        has a higher number than its newest is not its own."""
+        """Removes, on rank 0, this run's checkpoints but the `keep` newest, and all damaged ones but as many.
+        What has a higher number than its newest is not its own."""
         out = self.folder.parent
         if self.rank or self.whole is None or not self.lease(out):
             return
-        mine = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
-        for old in [*mine[keep:], *manifest.damaged(out)[keep:]]:
+        own = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
+        for old in [*own[keep:], *manifest.damaged(out)[keep:]]:
             with contextlib.suppress(OSError):  # a number is the name of a whole one, at any moment
                 shutil.rmtree(old.rename(old.with_suffix(f".{token_hex(8)}.tmp")))
 
@@ -270,7 +266,7 @@ def pass_over(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint. The tensors stay in the files until they are read."""
+    """Holds an intact checkpoint, whose tensors stay in the files until they are read."""
 
     path: Path
     config: dict
@@ -278,7 +274,7 @@ class Checkpoint:
     reader: Reader
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of the tensors under `prefix`."""
+        """Lists {name: shape} of the tensors under `prefix`."""
         return {name: shape for name, shape in self.reader.shapes.items() if name.startswith(f"{prefix}.")}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -308,9 +304,9 @@ class Checkpoint:
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,
          passed_over: Mapping[Path, str] = {}) -> Checkpoint:
-    """The newest Checkpoint in `out_dir` that is not in `passed_over`, as in manifest.newest(). Each of
-    `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has another
-    format; Damaged: one of its files is missing, truncated or corrupt."""
+    """Opens the newest checkpoint in `out_dir` that is not in `passed_over`, as manifest.newest() finds it.
+    Each of `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has
+    another format; Damaged: one of its files is missing, truncated or corrupt."""
     path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)
@@ -326,9 +322,9 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
     for i, (name, (size, crc)) in enumerate(files.items()):
         file = path / name
         try:
-            found = regular(os.stat(file)).st_size
-            if found != size:
-                raise Damaged(path, f"{file} is {found} bytes long, must be {size}")
+            nbytes = regular(os.stat(file)).st_size
+            if nbytes != size:
+                raise Damaged(path, f"{file} is {nbytes} bytes long, must be {size}")
             if (i % world == rank or name == METADATA) and crc32(file) != crc:
                 raise Damaged(path, f"{file} is corrupt (its crc32 is not the one in {CHECKPOINT_JSON})")
         except FileNotFoundError:
@@ -338,8 +334,8 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
 
 
 def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
-    """work(the newest intact Checkpoint in `out_dir`), where a run may go on and remove some meanwhile. A
-    damaged one is passed over for the one before it, with a warning. Errors: no checkpoint is intact."""
+    """Calls work() on the newest intact Checkpoint in `out_dir`, where a run may go on and remove some
+    meanwhile. A damaged one is passed over for the one before, with a warning. Errors: none is intact."""
     passed_over: dict[Path, str] = {}
     while True:
         try:
@@ -352,8 +348,8 @@ def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
 
 
 def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
-    """Errors: CheckpointError: a parameter is missing in the model or in the checkpoint, or has another
-    shape; or the checkpoint is of another model with equal shapes."""
+    """Raises CheckpointError where a parameter is missing in the model or in the checkpoint, or has another
+    shape; or where the checkpoint is of another model with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
     other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}

@@ -1,7 +1,5 @@
 """What all commands share: how they read arguments, how they end, what they say meanwhile.
-
-Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it.
-"""
+Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it."""
 
 import argparse
 import atexit
@@ -32,10 +30,10 @@ THREAD_BYTES = 2**25  # its stack, and what it takes to begin
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse with errors of one line, without abbreviated options, and with bounds for values."""
+    """Parses arguments like argparse, but with errors of one line, bounds, and no abbreviated options."""
 
     def __init__(self, ranks: bool = False, prog: str | None = None, description: str | None = None) -> None:
-        """`ranks`: whether the command works in several processes, under torchrun."""
+        """Makes a parser. `ranks`: whether the command works in several processes, under torchrun."""
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=40, width=help_width())
         super().__init__(prog, description=description, allow_abbrev=False, formatter_class=formatter)
         self.options: list[Field] = []
@@ -62,27 +60,27 @@ class Arguments(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         if not self.ranks:
             check_alone(self.prog)
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         for f in self.options:
-            if isinstance(value := getattr(found, f.name), str):
-                setattr(found, f.name, value := typed(f, value, "--"))
+            if isinstance(value := getattr(parsed, f.name), str):
+                setattr(parsed, f.name, value := typed(f, value, "--"))
                 check_value(f, value)
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
 
 def check_alone(command: str) -> None:
-    """Errors: ConfigError: a command was started as one of several ranks, each of which would do it all."""
+    """Raises ConfigError where a command is one of several ranks, each of which would do it all."""
     if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(f"{command} is one process, WORLD_SIZE={world} in the environment is of several; "
                           "start it without torchrun")
 
 
 def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """The exit code of a command, main(argv) -> exit code or None for 0. The user's mistakes are told in one
-    line, and so are the errors that last_line() knows; other errors with their traceback."""
+    """Runs a command, main(argv) -> exit code or None for 0. The user's mistakes, and errors that last_line()
+    knows, are told in one line; other errors with their traceback."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -104,9 +102,9 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
 
 
 def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> None:
-    """Answers --help and typos before torch is imported, which takes seconds; one of several ranks says
-    nothing, for rank 0 will. From here on a signal, or a full disk on which torch cannot write, gives no
-    traceback, nor do warnings of torch's C++."""
+    """Answers --help and typos before torch is imported, which takes seconds; of several ranks only rank 0
+    will. From here on a signal, or a full disk on which torch cannot write, gives no traceback, nor do
+    warnings of torch's C++."""
     if not trains:
         end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -133,13 +131,13 @@ def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackT
 
 
 def end_with_reader() -> None:
-    """From here on the process ends by SIGPIPE when its output has no reader any more (`| head`), as other
-    commands do. A training run must not call this: it goes on when a socket breaks."""
+    """Lets the process end by SIGPIPE when its output has no reader any more (`| head`), as other commands
+    do. A training run must not: it goes on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def installed() -> None:
-    """The entry point of the installed commands: memo-estimate does what `python -m memo.estimate` does."""
+    """Runs an installed command: memo-estimate does what `python -m memo.estimate` does."""
     name = Path(sys.argv[0]).stem.removeprefix("memo-")
     runpy.run_module(f"memo.{name}", run_name="__main__", alter_sys=True)
 
@@ -154,7 +152,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class Console:
-    """stdout or stderr of a run: where a disk is full or the reader is gone, text is lost, not the run."""
+    """Stands for stdout or stderr: where a disk is full or the reader is gone, text is lost, not the run."""
 
     def __init__(self, stream: Any) -> None:
         # the caller closes it
@@ -183,7 +181,7 @@ class Console:
 
 
 def guard_console() -> None:
-    """From here on stdout and stderr are Consoles, to the end of the process."""
+    """Makes stdout and stderr Consoles, to the end of the process."""
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     atexit.register(sys.stderr.close)
     atexit.register(sys.stdout.close)
@@ -191,7 +189,7 @@ def guard_console() -> None:
 
 @contextmanager
 def progress(text: Callable[[], str], speaks: bool = True) -> Iterator[None]:
-    """Meanwhile prints text(), a line, on stderr: after FIRST_S seconds, then whenever the time so far has
+    """Prints text(), a line, on stderr meanwhile: after FIRST_S seconds, then whenever the time so far has
     doubled, at least every minute. Nothing where this process does not speak."""
     over, start = threading.Event(), time.monotonic()
 
@@ -215,7 +213,7 @@ def progress(text: Callable[[], str], speaks: bool = True) -> Iterator[None]:
 
 
 def python() -> str:
-    """How to type the running Python in a shell: python, where that is the same one, else its path."""
+    """Names the running Python for a shell: python, where that is the same one, else its path."""
     if Path(shutil.which("python") or "").absolute() == Path(sys.executable):
         return "python"
     path = Path(sys.executable)

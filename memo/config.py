@@ -1,6 +1,5 @@
 """The configuration: one frozen dataclass, whose keys obey the rules before a device is touched. A rule names
-the keys, what they must obey, why, and a remedy. What a key may be by itself is said at the key
-(memo/settings.py)."""
+the keys, what they must obey, why, and a remedy. memo/settings.py says what a key may be by itself."""
 
 import math
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where
 
 
 def as_keys(cfg: Config) -> Keys:
-    """{key: value}."""
     return {name: getattr(cfg, name) for name in KEYS}
 
 
@@ -92,7 +90,7 @@ def indivisible(what: str, value: int, by: str, n: int, why: str, remedy: str) -
 
 
 def broken_by_heads(cfg: Settings) -> Iterator[str]:
-    """Heads share the hidden size, or have a width of their own; query heads share those of keys."""
+    """Checks that heads share the hidden size, or have their own width; query heads share those of keys."""
     C, H, Hkv = cfg.n_embd, cfg.n_head, cfg.kv_heads
     if not cfg.head_dim and H > C:
         yield f"n_head={H} must be at most n_embd={C} (each head has columns of its own); lower n_head"
@@ -110,19 +108,19 @@ def broken_by_heads(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_sizes(cfg: Settings) -> Iterator[str]:
-    """What nothing could hold is refused here, before anything of that size is planned."""
+    """Refuses what nothing could hold, before anything of that size is planned."""
     B, S = cfg.batch_size, cfg.block_size
     steps = 1 if cfg.gradient_accumulation_steps == "auto" else cfg.gradient_accumulation_steps
-    found = (B * S // cfg.cp, steps * B * S,
+    sizes = (B * S // cfg.cp, steps * B * S,
              parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0),
              cfg.n_layer * cfg.n_subsequences if cfg.n_subsequences > 1 else 0)
-    for (what, (most, why)), value in zip(MOST_TOGETHER.items(), found, strict=True):
+    for (what, (most, why)), value in zip(MOST_TOGETHER.items(), sizes, strict=True):
         if value > most:
             yield f"{what}={value} must be at most {most} ({why})"
 
 
 def broken_by_layout(cfg: Settings) -> Iterator[str]:
-    """tp and cp must divide what they share out."""
+    """Checks that tp and cp divide what they share out."""
     H, Hkv, F, S, tp, cp = cfg.n_head, cfg.kv_heads, cfg.inner_width, cfg.block_size, cfg.tp, cfg.cp
     yield from indivisible("n_head", H, "tp", tp, "the heads are shared out", f"tp={math.gcd(H, tp)}")
     if cfg.metp:
@@ -155,7 +153,7 @@ def broken_by_layout(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_fp8(cfg: Settings) -> Iterator[str]:
-    """A GPU's FP8 products take widths that are multiples of 16; of rows see block_rule."""
+    """Checks the widths: a GPU's FP8 products take multiples of 16 only; of rows see block_rule."""
     D, tp = cfg.head_width, cfg.tp
     by, parts = ("head_groups", head_groups(cfg)) if cfg.metp else ("tp", tp)
     widths = {"n_embd": cfg.n_embd, "n_embd/tp": cfg.n_embd / (tp if cfg.metp else 1),
@@ -168,7 +166,7 @@ def broken_by_fp8(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_stages(cfg: Settings) -> Iterator[str]:
-    """Each stage has a layer, and goes over its layers subsequence by subsequence."""
+    """Checks that each stage has a layer, and goes over its layers subsequence by subsequence."""
     if cfg.pp > cfg.n_layer:
         yield (f"pp={cfg.pp} must be at most n_layer={cfg.n_layer} (each stage has whole layers); try "
                f"pp={cfg.n_layer}")
@@ -184,7 +182,7 @@ def broken_by_stages(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_states(cfg: Settings) -> Iterator[str]:
-    """Layers that come take turns in two places: each comes once in a pass."""
+    """Checks that layers that come, which take turns in two places, come once in a pass."""
     if cfg.pp != 1:
         yield (f"states={cfg.states} goes with pp=1 only, not pp={cfg.pp} (a stage needs all its layers for "
                "each subsequence, so they stay); try --pp=1 with more tp or cp, or --states=device")
@@ -197,7 +195,7 @@ def broken_by_states(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_metp(cfg: Settings) -> Iterator[str]:
-    """Groups of heads must have equally many, of one tp rank, that share heads of keys evenly."""
+    """Checks that groups have equally many heads, of one tp rank, that share heads of keys evenly."""
     H, Hkv, tp, G = cfg.n_head, cfg.kv_heads, cfg.tp, cfg.head_groups
     columns = Hkv * cfg.head_width
     if cfg.context_parallel == "ulysses" and cfg.cp * tp > 1:
@@ -216,7 +214,7 @@ def broken_by_metp(cfg: Settings) -> Iterator[str]:
 
 
 def block_rule(cfg: Settings) -> tuple[str, str]:
-    """What block_size, and each subsequence, must be a multiple of, in words, and why."""
+    """Says what block_size, and each subsequence, must be a multiple of, in words, and why."""
     if cfg.matmul == "fp8":
         return f"{FP8_MULTIPLE}*cp*tp", f"matmul=fp8: a rank's rows come in multiples of {FP8_MULTIPLE}"
     if cfg.zigzag:

@@ -53,7 +53,7 @@ from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, 
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
-    """The tokenizer beside the weights, None where there is none, or one in a form that memo does not read.
+    """Reads the tokenizer beside the weights: None without one, or for a form that memo does not read.
     Errors: ConfigError: it cannot be used, or has more tokens than the model."""
     with suppress(OtherForm):  # it goes along
         if tokenizer := find_tokenizer(folder):
@@ -63,8 +63,7 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
 
 
 def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
-    """Check what stands in `hf_folder` beside its config.json -> its tokenizer, None where there is none.
-    Errors: ConfigError: it is not of the model `cfg`."""
+    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
     check_reach(hf_folder, 1)  # the length of a run is compared when one starts
     check_tied_head(hf_folder, cfg)
     return tokenizer_in(Path(hf_folder), cfg)
@@ -127,35 +126,34 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
 
 def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
                 end: str | None) -> dict[str, bytes]:
-    """Make what transformers needs beside the weights -> {name: content}. A model that came with files keeps
+    """Makes {name: content} of what transformers needs beside the weights. A model that came with files keeps
     them, but for what training has changed. One that was made here gets a config.json and the dataset's
     `tokenizer`, whose documents end with the token `end`. Errors: ConfigError; OSError."""
-    own, files = out_dir / OWN, own_files(out_dir / OWN)
+    source, files, of_tokenizer = out_dir / OWN, own_files(out_dir / OWN), JsonObject()
     if CONFIG in files:
-        made, of_tokenizer = huggingface.overlaid(own, cfg, dtype), JsonObject()
-        if TOKENIZER_CONFIG in files and cfg.block_size != model_keys(own)["block_size"]:
-            of_tokenizer = load_json(own / TOKENIZER_CONFIG, "remove it")
+        config = huggingface.overlaid(source, cfg, dtype)
+        if TOKENIZER_CONFIG in files and cfg.block_size != model_keys(source)["block_size"]:
+            of_tokenizer = load_json(source / TOKENIZER_CONFIG, "remove it")
             of_tokenizer |= dict(model_max_length=cfg.block_size)
     else:
         begin = begin_of_text(tokenizer) if tokenizer else None
         tokens = {name: token for name, token in (("bos", begin), ("eos", end)) if tokenizer and token}
-        made = huggingface.hf_config(cfg, dtype, {
+        config = huggingface.hf_config(cfg, dtype, {
             f"{name}_token_id": tokenizer.token_to_id(tokens[name]) if tokenizer and name in tokens else None
             for name in ("bos", "eos")})
-        of_tokenizer = {}
         if tokenizer:
             files[TOKENIZER] = (out_dir / TOKENIZER).read_bytes()
-            of_tokenizer = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
-                          model_max_length=cfg.block_size)
-            of_tokenizer |= {f"{name}_token": token for name, token in tokens.items()}
+            of_tokenizer = {f"{name}_token": token for name, token in tokens.items()} | dict(
+                tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                model_max_length=cfg.block_size)
     if of_tokenizer:
         files[TOKENIZER_CONFIG] = json_bytes(of_tokenizer)
     files.pop(CONFIG, None)
-    return files | {CONFIG: json_bytes(made)}  # written last: a folder without it is no model
+    return files | {CONFIG: json_bytes(config)}  # written last: a folder without it is no model
 
 
 def begin_of_text(tokenizer: Tokenizer) -> str | None:
-    """Find the token that the tokenizer's own template puts before each text, None where there is none."""
+    """Finds the token that the tokenizer's own template puts before each text, or None."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     begins = whole[:1] != plain[:1] and whole[1:1 + len(plain)] == plain
     return tokenizer.id_to_token(whole[0]) if begins else None

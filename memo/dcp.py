@@ -43,8 +43,8 @@ class Boxes(dcp.DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         for name, t in metadata.state_dict_metadata.items():
-            if (found := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
-                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {found} elements, must be "
+            if (numel := sum(prod(c.sizes) for c in t.chunks)) != prod(t.size):
+                raise ValueError(f"the pieces of {name} {tuple(t.size)} hold {numel} elements, must be "
                                  f"{prod(t.size)}")
         return plans, metadata
 
@@ -53,13 +53,15 @@ class Boxes(dcp.DefaultSavePlanner):
 
 
 class Sealed(io.BufferedWriter):
-    """A new file, and in `seals` {name: [bytes, crc32]} of what was to be written to it, taken in memory."""
+    """Writes a new file, and notes in `seals` {name: [bytes, crc32]} of what it was given, from memory."""
 
     def __init__(self, seals: dict[str, list[int]], path: Path, mode: str) -> None:
         super().__init__(io.FileIO(path, mode))
         self.seal = seals[Path(path).name.removesuffix(".tmp")] = [0, 0]
 
     def write(self, data: Any) -> int:
+        """Writes the pieces of all ranks of a gloo `group` (None: one process) into the folder -> {name of a
+        file of this rank: [bytes, crc32]}. `read`: gives the tensor of a piece that has only its shape."""
         self.seal[:] = self.seal[0] + memoryview(data).nbytes, zlib.crc32(data, self.seal[1])
         WRITTEN[0] += 1
         return super().write(data)

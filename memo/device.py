@@ -13,7 +13,7 @@ from memo.keys import Value
 
 
 def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """(torch.device, torch.dtype) for `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
+    """Picks (torch.device, torch.dtype) by `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
     Errors: ConfigError: there is no CUDA GPU, or there are too few."""
     if cfg.device != "cpu":
         # Read when CUDA and NCCL start. Each stream gets a hardware queue of its own: in a shared one
@@ -37,7 +37,7 @@ def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.d
 
 
 def set_deterministic(on: bool) -> None:
-    """The same bits from run to run on CUDA, at some cost in speed. Must come before CUDA starts."""
+    """Asks for the same bits from run to run on CUDA, at some cost in speed, before CUDA starts."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if on != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: over a second
@@ -53,7 +53,7 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_facts(device: torch.device) -> dict[str, Value]:
-    """dict(capability=, multiprocessors=) of a CUDA device, as in hardware.Machine."""
+    """Finds {capability, multiprocessors} of a CUDA device, as in hardware.Machine."""
     if device.type != "cuda":
         return dict(capability=(0, 0), multiprocessors=0)
     return dict(capability=torch.cuda.get_device_capability(device),
@@ -61,21 +61,20 @@ def gpu_facts(device: torch.device) -> dict[str, Value]:
 
 
 def device_peak_bytes(device: torch.device) -> int:
-    """The most device memory that tensors took so far; on the CPU the process's peak resident set."""
+    """Finds the most device memory that tensors took; on the CPU the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def settle(device: torch.device) -> None:
-    """To be called before room is measured. cuBLAS takes its workspace, and blocks that torch's allocator has
-    cached go back to the device. Otherwise small tensors that stay would hold large segments of the cache."""
+    """Readies a device for measuring its room: cuBLAS takes its workspace, and blocks in torch's cache go
+    back to the device; otherwise small tensors that stay would hold large segments of the cache."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)
@@ -83,13 +82,13 @@ def settle(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:
-    """(bytes still free on a CUDA device, bytes it has)."""
+    """Finds (bytes still free on a CUDA device, bytes it has)."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)
 
 
 def own_bytes(device: torch.device) -> int | None:
-    """The memory of a CUDA device that other processes leave; None where the device is the host."""
+    """Finds the memory of a CUDA device that other processes leave; None on the host."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -65,7 +65,8 @@ SLOW = 0.5  # of what is expected: less is a fault
 
 
 class Finding(NamedTuple):
-    """What was found of what; `expected`, where something is; `remedy`, in one line, where it is a fault."""
+    """Holds what was found of what; `expected`, where something is; `remedy`, in one line, where it is a
+    fault."""
 
     what: str
     found: str
@@ -75,7 +76,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Here:
-    """This rank."""
+    """Describes this rank."""
 
     host: Axis
     local_ranks: int
@@ -88,25 +89,25 @@ class Here:
 
     @cached_property
     def machine(self) -> Machine | None:
-        """What is expected of its GPU and node; None where the tables do not know it."""
+        """Looks up what is expected of its GPU and node; None where the tables do not know it."""
         name = gpu_named(device_name(self.device))
         return machine(name) if name else None
 
 
 def rate_finding(what: str, unit: str, rate: float, expected: float | None, remedy: str) -> Finding:
-    """The Finding of a rate per second, a fault where it is SLOW."""
+    """Makes the Finding of a rate per second, a fault where it is SLOW."""
     scale = 1e12 if unit == "TFLOP/s" else 1e9
     return Finding(what, f"{rate / scale:.3g} {unit}", f"{expected / scale:.3g} {unit}" if expected else "",
                    remedy if expected and rate < SLOW * expected else "")
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package; "" without it."""
-    return next((found.version for found in distributions(name=package)), "")
+    """Finds the version of an installed package; "" without it."""
+    return next((package_found.version for package_found in distributions(name=package)), "")
 
 
 def driver() -> str:
-    """NVIDIA's driver, and the CUDA that it serves; "none"."""
+    """Names NVIDIA's driver, and the CUDA that it serves; "none"."""
     number, loaded = ctypes.c_int(), Path("/sys/module/nvidia/version")
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -119,17 +120,17 @@ def driver() -> str:
 # --- each rank for itself ---
 
 def packages(here: Here) -> Iterator[Finding]:
-    """What is installed, and what is lacking without the others."""
+    """Finds what is installed, and what is lacking without the others."""
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}", "2.11 or newer",
                   "install torch 2.11 or newer, see docs/install.md" * (torch.__version__ < (2, 11)))
     for name, lack in WITHOUT.items():
-        found = version_of(name)
-        yield Finding(name, found or f"not installed: {lack or 'no run'}", "",
-                      "pip install -r requirements.txt" * (not found and not lack))
+        version = version_of(name)
+        yield Finding(name, version or f"not installed: {lack or 'no run'}", "",
+                      "pip install -r requirements.txt" * (not version and not lack))
 
 
 def devices(here: Here) -> Iterator[Finding]:
-    """Processors; the GPU, and how much of its memory is this process's."""
+    """Finds processors; the GPU, and how much of its memory is this process's."""
     known, threads = here.machine, torch.get_num_threads()
     yield Finding("processors", f"{len(os.sched_getaffinity(0))}, of which torch uses {threads}")
     if not here.cuda:
@@ -150,12 +151,12 @@ def devices(here: Here) -> Iterator[Finding]:
 
 
 def kernels(here: Here) -> Iterator[Finding]:
-    """Which kernels are chosen, and why not others."""
+    """Finds which kernels are chosen, and why not others."""
     facts, _ = facts_of(here.device, here.dtype, 128, True)
     chosen = resolve_attention("auto", here.device, here.dtype, 128).name
     for name in order(facts):
-        found = "chosen" if name == chosen else passed_over(name, facts) or "can serve"
-        yield Finding(f"attention={name}", found, "", "no fast kernel serves, long contexts do not fit; see "
+        status = "chosen" if name == chosen else passed_over(name, facts) or "can serve"
+        yield Finding(f"attention={name}", status, "", "no fast kernel serves, long contexts do not fit; see "
                       "docs/kernels.md for what each needs" * (here.cuda and name == chosen == "math"))
     ops, why = resolve_ops("auto", here.device)
     for name in OPS:
@@ -170,7 +171,7 @@ def kernels(here: Here) -> Iterator[Finding]:
 
 
 def memory_plan(here: Here) -> Iterator[Finding]:
-    """What the memory plan needs: a compiler, a folder to keep its library in, the library."""
+    """Finds what the memory plan needs: a compiler, a folder to keep its library in, the library."""
     compiler, (folder, why), began = shutil.which("g++"), cache_place(), time.perf_counter()
     yield Finding("g++", compiler or "none", "", "install g++ (apt-get install g++, or a cluster's module) "
                   "where PATH has it: the memory plan's library is built with it" * (not compiler))
@@ -185,21 +186,21 @@ def memory_plan(here: Here) -> Iterator[Finding]:
 # --- all ranks at once: an error of one of them ends them all ---
 
 def alike(here: Here) -> Iterator[Finding]:
-    """Whether all ranks have what rank 0 has."""
+    """Finds whether all ranks have what rank 0 has."""
     if here.host.size == 1:
         return
-    mine = dict(driver=driver(), torch=torch.__version__, CUDA=str(torch.version.cuda),
-                NCCL=str(torch.cuda.nccl.version()) if here.cuda else "none", triton=version_of("triton"),
-                python=platform.python_version(), device=device_name(here.device)) | code()
+    versions = dict(driver=driver(), torch=torch.__version__, CUDA=str(torch.version.cuda),
+                    NCCL=str(torch.cuda.nccl.version()) if here.cuda else "none", triton=version_of("triton"),
+                    python=platform.python_version(), device=device_name(here.device)) | code()
     try:
-        launch.same_everywhere(here.host, mine, "give all hosts one driver, all ranks one environment")
-        yield Finding("ranks", f"{here.host.size}, with the same {', '.join(mine)}")
+        launch.same_everywhere(here.host, versions, "give all hosts one driver, all ranks one environment")
+        yield Finding("ranks", f"{here.host.size}, with the same {', '.join(versions)}")
     except ConfigError as e:
         yield Finding("ranks", f"{here.host.size} that differ", "", str(e))
 
 
 def host_memory(here: Here) -> Iterator[Finding]:
-    """How much host memory is granted, whether it can be had and locked, how fast copies are."""
+    """Finds how much host memory is granted, whether it can be had and locked, how fast copies are."""
     node, free, why = here.machine.node if here.machine else None, available(), ""
     yield Finding("host memory granted and free", f"{free / GIB:.4g} GiB",
                   f"{node.host_memory_bytes / GIB:.4g} GiB" if node else "")
@@ -220,7 +221,7 @@ def host_memory(here: Here) -> Iterator[Finding]:
 
 
 def speeds(here: Here) -> Iterator[Finding]:
-    """Products and attention, on the slowest rank."""
+    """Measures products and attention, on the slowest rank."""
     width, rows, T, D = (4096, 2**14, 2**14, 128) if here.cuda else (512, 1024, 1024, 64)
     table = here.machine.speeds if here.machine else None
     kernel = resolve_attention("auto", here.device, here.dtype, D).name
@@ -235,7 +236,7 @@ def speeds(here: Here) -> Iterator[Finding]:
 
 
 def pairs(here: Here) -> Iterator[Finding]:
-    """Messages between all pairs of ranks: each rank sends to the d-th behind it, for every d."""
+    """Measures messages between all pairs of ranks: each rank sends to the d-th behind it, for every d."""
     host, device, known = here.host, here.device, here.machine
     if host.size == 1:
         return
@@ -256,9 +257,9 @@ def pairs(here: Here) -> Iterator[Finding]:
             rate = nbytes / min(slowest_seconds(send, 4, device, ALONE.host) for _ in range(3))
         rates[source, host.rank] = rate if (y == source % 251).all() else 0.0
     dist.destroy_process_group(axis.group)
-    found = {pair: rate for theirs in host.objects(rates) for pair, rate in theirs.items()}
+    every = {pair: rate for theirs in host.objects(rates) for pair, rate in theirs.items()}
     for where, within, span in (("in a host", True, 2), ("between hosts", False, 2**20)):
-        some = {pair: rate for pair, rate in found.items()
+        some = {pair: rate for pair, rate in every.items()
                 if (pair[0] // here.local_ranks == pair[1] // here.local_ranks) == within}
         if some:
             (a, b), rate = min(some.items(), key=lambda item: item[1])
@@ -274,7 +275,7 @@ FOR_ITSELF, TOGETHER = (packages, devices, kernels, memory_plan), (alike, host_m
 # --- the command ---
 
 def findings_of(check: Callable[[Here], Iterator[Finding]], here: Here) -> Iterator[Finding]:
-    """The findings of a check; that it failed is one."""
+    """Yields the findings of a check; that it failed is one."""
     try:
         yield from check(here)
     except Exception as e:  # of whatever library

@@ -22,8 +22,8 @@ MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
 
 def save(run: Run) -> None:
-    """Starts to save a checkpoint of the steps done, and waits for the last one. A failure of the last one is
-    a warning: this one may succeed. Errors: TrainingError, after too many failures."""
+    """Starts to save the steps done, after the save before, whose failure is a warning: this one may succeed.
+    Errors: TrainingError, after too many failures."""
     try:
         run.saver.wait()
         run.failed_saves = 0
@@ -94,7 +94,7 @@ def save_after(run: Run, e: Exception) -> None:
 
 
 def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
-    """The error of a step whose loss or gradient norm is not finite."""
+    """Makes the error of a step whose loss or gradient norm is not finite."""
     run.saver.join()  # the save under way is of a good state
     cfg, it = run.cfg, run.step
     offsets = [o for micro in range(cfg.micro_batches(run.mesh.dp.size))
@@ -105,7 +105,7 @@ def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
 
 
 def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
-    """train(run, stop), then the last save. Errors: those of `train`; what can be saved is saved before."""
+    """Calls train(run, stop), then saves. Errors: those of `train`; what can be saved is saved before."""
     with handling(stop), naming_region(run.expected, run.device, "transient"), contextlib.closing(Watch(run)):
         try:
             train(run, stop)
@@ -123,8 +123,8 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
 
 
 def complete(run: Run, train: Callable) -> int:
-    """From the first printed lines to the last ones, around train(run, stop) -> the exit code: 0, or 128 +
-    the number of the signal that stopped the run. Errors: those of train_and_save()."""
+    """Prints the first and the last lines around train(run, stop) -> the exit code: 0, or 128 + the number of
+    the signal that stopped the run. Errors: those of train_and_save()."""
     cfg = run.cfg
     stop = StopSignal(quiet=not run.speaks, alone=run.mesh.host.size == 1)
     try:

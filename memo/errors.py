@@ -1,5 +1,4 @@
-"""The errors that a user can mend, and those that end a run: one line each, with name, value, rule and
-remedy."""
+"""The errors that a user can mend, and those that end a run: one line, with name, value, rule and remedy."""
 
 import errno
 import os
@@ -38,23 +37,24 @@ class BadState(TrainingError):
 
 
 def warn(text: str) -> None:
-    """A line on stderr, said by one rank only."""
+    """Prints a line on stderr, on one rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {text}", file=sys.stderr)
 
 
 def reason(e: BaseException) -> str:
-    """Why, in one line: the part of the exception `e` that a user can act on."""
+    """Says why, in one line: the part of the exception `e` that a user can act on."""
     return getattr(e, "strerror", None) or (str(e).splitlines() or [type(e).__name__])[0]
 
 
 def elsewhere(e: BaseException, what: str) -> str:
-    """Say what mends the exception `e` of writing something: room where there was none, or another `what`."""
+    """Says what mends the exception `e` of writing something: room where there was none, or another
+    `what`."""
     return "free some space there or " * (reason(e) in FULL) + f"choose another {what}"
 
 
 def last_line(e: BaseException) -> str | None:
-    """What is said of the exception that ends a command; None where the whole traceback should be shown."""
+    """Says what ended a command; None where the whole traceback should be shown."""
     if isinstance(e, ModuleNotFoundError) and e.name and e.name.split(".")[0] not in OWN:
         return f"{e.name} is not installed, which this needs; try pip install -r requirements.txt"
     if isinstance(e, (ConfigError, RunFailed, OSError)):

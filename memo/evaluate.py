@@ -1,6 +1,5 @@
 """Does a model use its long context? python -m memo.evaluate out_dir [--lengths=4096,65536] ...
-on several GPUs: torchrun --nproc_per_node=8 -m memo.evaluate out_dir --cp=8 ...
-"""
+on several GPUs: torchrun --nproc_per_node=8 -m memo.evaluate out_dir --cp=8 ..."""
 
 import os
 import sys
@@ -16,11 +15,11 @@ HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_
 
 
 def numbers(f: Field, text: str) -> list:
-    """Read a list such as 4096,65536 of what the option `f` takes -> each number once, ascending."""
-    found = [typed(f, part, "--") for part in text.split(",")]
-    for value in found:
+    """Reads a list such as 4096,65536 of what the option `f` takes -> each number once, ascending."""
+    values = [typed(f, part, "--") for part in text.split(",")]
+    for value in values:
         check_value(f, value)
-    return sorted({*found})
+    return sorted({*values})
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -82,7 +81,7 @@ from model import GPT
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is asked of which model."""
+    """Holds what is asked of which model."""
 
     args: Namespace
     cfg: Config  # the model's keys, in the layout of this command
@@ -94,14 +93,14 @@ class Evaluation:
 
 
 def default_lengths(args: Namespace, trained: Config) -> list[int]:
-    """A sixteenth, a quarter and all of the trained length, as far as the layout divides them."""
+    """Picks a sixteenth, a quarter and all of the trained length, as far as the layout divides them."""
     unit = 2 * args.cp * args.tp
     parts = {trained.block_size // n // unit * unit for n in (16, 4, 1)}
     return sorted(n for n in parts if n >= LEAST_LENGTH) or [-(-LEAST_LENGTH // unit) * unit]
 
 
 def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
-    """Errors: ConfigError."""
+    """Raises ConfigError where the layout, the model or the data do not take a length."""
     if lengths[0] < LEAST_LENGTH:
         raise ConfigError(f"lengths={lengths[0]} must be at least {LEAST_LENGTH} (needle and query take half "
                           "of that)")
@@ -149,37 +148,37 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
 
 
 def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Evaluation, GPT]:
-    """What is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
-    found, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
-    cfg, device = found.cfg, found.device
-    here = code() | found.questions.data.fingerprints | dict(
-        device=device.type, dtype=str(found.dtype), checkpoint=found.ckpt.iter)
-    same_everywhere(host, as_keys(cfg) | vars(found.args) | here,
+    """Sets up what is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
+    asked, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
+    cfg, device = asked.cfg, asked.device
+    facts = code() | asked.questions.data.fingerprints | dict(
+        device=device.type, dtype=str(asked.dtype), checkpoint=asked.ckpt.iter)
+    same_everywhere(host, as_keys(cfg) | vars(asked.args) | facts,
                     "start all ranks with the same command, memo and data, on hosts that are alike")
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")
     launch.take(device)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     with room_for("the parameters"):
-        model = GPT(with_place(cfg, device, found.dtype), device, found.dtype, grads=False, mesh=mesh)
-    together(host, checkpoint.restore, found.ckpt, model)
-    return found, model
+        model = GPT(with_place(cfg, device, asked.dtype), device, asked.dtype, grads=False, mesh=mesh)
+    together(host, checkpoint.restore, asked.ckpt, model)
+    return asked, model
 
 
-def answers(found: Evaluation, model: GPT, speaks: bool) -> dict:
-    """What evaluate.json holds, the same on all ranks. Errors: RunFailed."""
-    cfg, asked, doing = found.cfg, found.questions, ["the first sequence"]
+def answers(evaluation: Evaluation, model: GPT, speaks: bool) -> dict:
+    """Measures what evaluate.json holds, the same on all ranks. Errors: RunFailed."""
+    cfg, questions, doing = evaluation.cfg, evaluation.questions, ["the first sequence"]
     with progress(lambda: doing[-1], speaks):
-        losses = measure_losses(model, asked, doing.append)
-        needles = measure_needles(model, asked, doing.append)
+        losses = measure_losses(model, questions, doing.append)
+        needles = measure_needles(model, questions, doing.append)
     layout = dict(tp=cfg.tp, cp=cfg.cp, dp=model.mesh.dp.size, context_parallel=cfg.context_parallel)
-    return dict(iter=found.ckpt.iter, trained_length=found.trained_length, dataset=cfg.dataset,
-                batches=asked.batches, seed=asked.seed, layout=layout, device=model.device.type,
+    return dict(iter=evaluation.ckpt.iter, trained_length=evaluation.trained_length, dataset=cfg.dataset,
+                batches=questions.batches, seed=questions.seed, layout=layout, device=model.device.type,
                 dtype=str(model.dtype).removeprefix("torch."), loss_by_position=losses, needles=needles)
 
 
 def loss_lines(losses: dict) -> Iterator[str]:
-    """The table of the losses by position."""
+    """Yields the table of the losses by position."""
     cut = losses.get("cut_length")
     yield f"{'position':>25}{'loss':>10}" + (f"{f'seen {cut:,}':>18}{'gain':>10}" if cut else "")
     for i, (start, end) in enumerate(zip(losses["start"], losses["end"], strict=True)):
@@ -192,7 +191,7 @@ def loss_lines(losses: dict) -> Iterator[str]:
 
 
 def needle_lines(needles: dict) -> Iterator[str]:
-    """The table of the needles: depth against length."""
+    """Yields the table of the needles: depth against length."""
     yield f"{'needle at':>12}" + "".join(f"{n:>20,}" for n in needles["lengths"])
     for depth, score, gain in zip(needles["depths"], needles["score"], needles["gain"], strict=True):
         cells = (f"{f'{s:.0%} {g:+.2f} nats':>20}" for s, g in zip(score, gain, strict=True))
@@ -201,22 +200,22 @@ def needle_lines(needles: dict) -> Iterator[str]:
            f"{needles['mean_gain']:.2f} nats to their log-probability")
 
 
-def print_question(found: Evaluation) -> None:
-    asked, n = found.questions, found.trained_length
-    print(f"step {found.ckpt.iter:,} of {found.args.out_dir}: sequences of {asked.data.folder.name}/val.bin, "
-          f"{asked.batches} of each length")
-    if longer := [f"{s:,}" for s in asked.lengths if s > n]:
+def print_question(e: Evaluation) -> None:
+    questions, n = e.questions, e.trained_length
+    print(f"step {e.ckpt.iter:,} of {e.args.out_dir}: sequences of {questions.data.folder.name}/val.bin, "
+          f"{questions.batches} of each length")
+    if longer := [f"{s:,}" for s in questions.lengths if s > n]:
         print(f"longer than the {n:,} tokens that the model was trained at: {', '.join(longer)}")
     sys.stdout.flush()
 
 
-def tell_answers(found: Evaluation, result: dict) -> None:
+def tell_answers(evaluation: Evaluation, result: dict) -> None:
     """Prints the answers, and writes evaluate.json and the pictures."""
-    losses, needles, out = result["loss_by_position"], result["needles"], Path(found.args.out_dir)
+    losses, needles, out = result["loss_by_position"], result["needles"], Path(evaluation.args.out_dir)
     print("\n".join((*loss_lines(losses), "", *needle_lines(needles))))
     save_json(result, out / "evaluate.json")
-    title = f"{out.name}, step {result['iter']:,}, {found.questions.data.folder.name}"
-    loss_by_position(losses, found.trained_length, out / "loss_by_position.png", title)
+    title = f"{out.name}, step {result['iter']:,}, {evaluation.questions.data.folder.name}"
+    loss_by_position(losses, evaluation.trained_length, out / "loss_by_position.png", title)
     needle_map(needles, out / "needles.png", title)
     print(f"{out}/ holds evaluate.json, loss_by_position.png, needles.png")
 
@@ -224,14 +223,14 @@ def tell_answers(found: Evaluation, result: dict) -> None:
 def main(argv: list[str]) -> None:
     launch = read_launch()
     with interruptible(), connected(launch) as host, rank_errors(host):
-        found, model = set_up_evaluation(argv, launch, host)
+        asked, model = set_up_evaluation(argv, launch, host)
         if launch.rank == 0:
-            print_question(found)
-        result = answers(found, model, launch.rank == 0)
+            print_question(asked)
+        result = answers(asked, model, launch.rank == 0)
         model.close()
         model.mesh.close()
         if launch.rank == 0:
-            tell_answers(found, result)
+            tell_answers(asked, result)
 
 
 if __name__ == "__main__":

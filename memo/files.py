@@ -38,15 +38,15 @@ JsonObject = dict[str, Json]
 
 # --- reading ---
 
-def regular(found: os.stat_result, path: str | None = None) -> os.stat_result:
-    """`found`, the result of os.stat(). Errors: OSError: it is no regular file, and may have no end."""
-    if not stat.S_ISREG(found.st_mode):
+def regular(status: os.stat_result, path: str | None = None) -> os.stat_result:
+    """Checks os.stat()'s result -> it. Errors: OSError: it is no regular file, and may have no end."""
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is no regular file", path)
-    return found
+    return status
 
 
 def open_file(path: str | Path) -> int:
-    """Open a regular file for reading -> its descriptor. A pipe does not block. Errors: OSError."""
+    """Opens a regular file for reading -> its descriptor. A pipe does not block. Errors: OSError."""
     regular(os.stat(path))  # to open a device may do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -58,7 +58,7 @@ def open_file(path: str | Path) -> int:
 
 
 def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str | None = None) -> str:
-    """The text of a file in UTF-8, without its byte order mark, if any. Errors: OSError, ValueError."""
+    """Reads a file in UTF-8, without its byte order mark, if any. Errors: OSError, ValueError."""
     with open(open_file(path), encoding="utf-8-sig", newline=newline) as file:
         text = file.read(most_chars + 1)
     if len(text) > most_chars:
@@ -67,7 +67,7 @@ def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str 
 
 
 def read_table(path: str | Path) -> str:
-    """The text of a log or a table. Errors: as read_text()."""
+    """Reads a log or a table. Errors: as read_text()."""
     text = read_text(path)
     if text.count("\n") > MOST_LINES:
         raise ValueError(f"it must have at most {MOST_LINES:,} lines")
@@ -77,7 +77,7 @@ def read_table(path: str | Path) -> str:
 
 
 def depth(value: Json) -> int:
-    """How many lists and objects of a JSON value lie inside each other."""
+    """Counts how many lists and objects of a JSON value lie inside each other."""
     level, n = [value], 0
     while level := [v for v in level if isinstance(v, (dict, list))]:
         n += 1
@@ -86,7 +86,7 @@ def depth(value: Json) -> int:
 
 
 def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
-    """Parse a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
+    """Parses a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
     MOST_DEPTH, or has too many values, a name twice in one object, or a number that is not finite."""
     if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
         raise ValueError(f"it must have at most {most_values:,} values")
@@ -97,12 +97,12 @@ def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
         return number
 
     def once(pairs: list[tuple[str, Json]]) -> JsonObject:
-        made: JsonObject = {}
+        fields: JsonObject = {}
         for name, value in pairs:
-            if name in made:
+            if name in fields:
                 raise ValueError(f"{name!r:.100} stands twice in one object")
-            made[name] = value
-        return made
+            fields[name] = value
+        return fields
     try:
         value = json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=once)
         deep = depth(value) > MOST_DEPTH
@@ -116,7 +116,7 @@ def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
 
 
 def load_json(path: str | Path, remedy: str) -> JsonObject:
-    """The value of a JSON file. Errors: ConfigError with the `remedy`."""
+    """Reads a JSON file. Errors: ConfigError with the `remedy`."""
     try:
         return parse_json(read_text(path, MOST_JSON_CHARS))
     except (OSError, ValueError) as e:
@@ -124,14 +124,14 @@ def load_json(path: str | Path, remedy: str) -> JsonObject:
 
 
 def plain_name(name: object) -> bool:
-    """Whether `name`, read from a file, names a file in its own folder and nothing else."""
+    """Says whether `name`, read from a file, names a file in its own folder and nothing else."""
     return (isinstance(name, str) and name not in (".", "..") and not set(name) & {"/", "\0"}
             and 0 < len(name.encode(errors="replace")) <= 255)
 
 
 def fingerprint(path: str | Path, whole: bool) -> str:
-    """16 digits of the sha256 of a file's length and of stretches all over it, which are soon read; with
-    `whole` 16 more, of all its bytes. Errors: OSError."""
+    """Hashes a file: 16 digits of the sha256 of its length and of stretches all over it, which are soon read;
+    with `whole` 16 more, of all its bytes. Errors: OSError."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
@@ -142,14 +142,14 @@ def fingerprint(path: str | Path, whole: bool) -> str:
 
 
 def command_of(module: str, function: str, *args: str) -> list[str]:
-    """The command of a process of its own that calls a function of memo's with `args`, and ends."""
+    """Writes the command of a process that calls a function of memo's with `args`, and ends."""
     code = f"import sys; sys.path[0] = {HOME!r}; from {module} import {function}; {function}(*sys.argv[1:])"
     return [sys.executable, "-c", code, *args]
 
 
 def limit_process(nbytes: int) -> None:
-    """Limit the seconds and the memory of this process, which does nothing but read a file of `nbytes`:
-    beyond TRIAL_S and one a BYTES_PER_S, or TRIAL_BYTES, it ends."""
+    """Limits this process, which only reads a file of `nbytes`: it ends beyond TRIAL_BYTES of memory, or
+    TRIAL_S seconds and one a BYTES_PER_S."""
     used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
     limits = {resource.RLIMIT_CPU: ceil(used) + TRIAL_S + nbytes // BYTES_PER_S, resource.RLIMIT_CORE: 0,
               resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
@@ -162,7 +162,7 @@ def limit_process(nbytes: int) -> None:
 # --- writing ---
 
 def readable_json(value: Json, pad: str = "") -> str:
-    """`value` as JSON for people: one item a line, but a list of plain values on one line."""
+    """Writes `value` as JSON for people: one item a line, but a list of plain values on one line."""
     if isinstance(value, dict) and value:
         items, ends = [f"{json.dumps(str(k))}: {readable_json(v, pad + ' ')}" for k, v in value.items()], "{}"
     elif isinstance(value, (list, tuple)) and any(isinstance(v, (list, tuple, dict)) for v in value):
@@ -173,7 +173,7 @@ def readable_json(value: Json, pad: str = "") -> str:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Wait until the names in a folder are on the disk. Some file systems cannot say so."""
+    """Waits until the names in a folder are on the disk. Some file systems cannot say so."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -184,36 +184,34 @@ def sync_folder(folder: str | Path) -> None:
 
 @contextmanager
 def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a new file, for writing and reading, which takes the place of the regular file at `path`, or of
-    nothing, once it is whole and on the disk. Where the block fails, `path` stays as it was.
-
-    Nobody can plant the new file's name, and nothing but a regular file is replaced: a link, a pipe or a
-    device there is an error. Errors: OSError."""
+    """Opens a new file, for writing and reading, which takes the place of the regular file at `path`, or of
+    nothing, once it is whole and on the disk. Where the block fails, `path` stays as it was. Nobody can plant
+    the new file's name, and a link, a pipe or a device at `path` is an error. Errors: OSError."""
     folder, name = os.path.split(path)
-    there = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = f"{NEW}{secrets.token_hex(8)}"
     try:
-        check_target(name, there, path)
+        check_target(name, parent, path)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(new, flags, mode, dir_fd=there), "w+b") as file:
+        with open(os.open(new, flags, mode, dir_fd=parent), "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        check_target(name, there, path)
-        os.replace(new, name, src_dir_fd=there, dst_dir_fd=there)
+        check_target(name, parent, path)
+        os.replace(new, name, src_dir_fd=parent, dst_dir_fd=parent)
         with suppress(OSError):  # as sync_folder()
-            os.fsync(there)
+            os.fsync(parent)
     except BaseException:
         with suppress(OSError):
-            os.unlink(new, dir_fd=there)
+            os.unlink(new, dir_fd=parent)
         raise
     finally:
-        os.close(there)
+        os.close(parent)
 
 
 def own_folder(path: Path) -> Path:
-    """Make the folder `path`, to write there, and give it back. Errors: OSError: what stands there is no
-    folder, or a link to one: what it leads to may be anybody's."""
+    """Makes the folder `path`, to write there -> it. Errors: OSError: what stands there is no folder, or a
+    link to one: what it leads to may be anybody's."""
     with suppress(FileExistsError):
         path.mkdir(parents=True, exist_ok=True)
     if not stat.S_ISDIR(path.lstat().st_mode):
@@ -221,45 +219,44 @@ def own_folder(path: Path) -> Path:
     return path
 
 
-def check_target(name: str, there: int, path: str | Path) -> None:
-    """Check that `name` in the open folder `there` is a regular file or nothing. Errors: OSError."""
+def check_target(name: str, parent: int, path: str | Path) -> None:
+    """Checks that `name` in the open folder `parent` is a regular file or nothing. Errors: OSError."""
     with suppress(FileNotFoundError):
-        regular(os.stat(name, dir_fd=there, follow_symlinks=False), str(path))
+        regular(os.stat(name, dir_fd=parent, follow_symlinks=False), str(path))
 
 
 def check_other(source: str | Path, target: str | Path) -> None:
-    """Check that a command does not write over what it reads. Errors: ConfigError."""
+    """Checks that a command does not write over what it reads. Errors: ConfigError."""
     with suppress(OSError):  # one of them is not there
         if os.path.samefile(source, target):
             raise ConfigError(f"{target} is what is read; choose another -o")
 
 
 def save_bytes(data: bytes, path: str | Path) -> None:
-    """Write `data` as replacing() does."""
+    """Writes `data` as replacing() does."""
     with replacing(path) as file:
         file.write(data)
 
 
 def json_bytes(value: Json) -> bytes:
-    """Encode `value` as JSON for people."""
     return f"{readable_json(value)}\n".encode()
 
 
 def save_json(value: Json, path: str | Path) -> None:
-    """Write `value` as JSON, as replacing() does."""
+    """Writes `value` as JSON for people, as replacing() does."""
     save_bytes(json_bytes(value), path)
 
 
 # --- kept from run to run ---
 
-def ours_alone(found: os.stat_result) -> bool:
-    """Whether a file, of which os.stat() has `found` this, is this user's, and no other one can write it."""
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def ours_alone(status: os.stat_result) -> bool:
+    """Says whether a file with this os.stat() is this user's, and no other one can write it."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def cache_place() -> tuple[Path | None, str | None]:
-    """The folder of compiled code, plans and calibrations -> (folder, None), or where there is none that only
-    this user can write, since others could plant files there: (None, the reason and a remedy)."""
+    """Finds the folder of compiled code, plans and calibrations -> (folder, None), or where there is none
+    that only this user can write, since others could plant files there: (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -273,10 +270,10 @@ def cache_place() -> tuple[Path | None, str | None]:
                 return None, f"{parent} belongs to another user; {other}"
             if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
                 return None, f"{parent} can be written by others; chmod go-w {parent}, or {other}"
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return None, f"{folder} is no folder of this user; remove it, or {other}"
-        if not ours_alone(found):
+        if not ours_alone(status):
             return None, f"{folder} can be written by others; chmod 700 {folder}"
         return folder, None
     except (OSError, RuntimeError, ValueError) as e:  # no home; a disk that cannot be written
@@ -284,13 +281,13 @@ def cache_place() -> tuple[Path | None, str | None]:
 
 
 def keep(data: bytes, path: Path) -> None:
-    """Store `data` in a cache, with its digest behind it. Errors: OSError."""
+    """Stores `data` in a cache, with its digest behind it. Errors: OSError."""
     with replacing(path, 0o600) as file:
         file.write(data + digest_of(data))
 
 
 def kept(descriptor: int) -> bytes:
-    """Read what keep() stored, from an open file, which stays open. Errors: OSError; ValueError: others can
+    """Reads what keep() stored, from an open file, which stays open. Errors: OSError; ValueError: others can
     write it, or it is not what was stored."""
     with open(descriptor, "rb", closefd=False) as file:
         if not ours_alone(os.fstat(file.fileno())):
@@ -303,19 +300,19 @@ def kept(descriptor: int) -> bytes:
 
 
 def digest_of(data: bytes) -> bytes:
-    """The line that stands behind data in the cache: "sha256 ", 64 digits and a line end."""
+    """Writes the line that stands behind data in the cache: "sha256 ", 64 digits and a line end."""
     return f"\nsha256 {hashlib.sha256(data).hexdigest()}\n".encode()
 
 
 def keep_json(value: Json, folder: Path | None, name: str) -> None:
-    """Store `value` as JSON in a cache's folder, if any, for the next run. A failure costs only time."""
+    """Stores `value` as JSON in a cache's folder, if any, for the next run. A failure costs only time."""
     if folder is not None:
         with suppress(OSError):
             keep(readable_json(value).encode(), folder / name)
 
 
 def kept_json(folder: Path, name: str) -> JsonObject:
-    """Read what keep_json() stored. Errors: as kept()."""
+    """Reads what keep_json() stored. Errors: as kept()."""
     descriptor = open_file(folder / name)
     try:
         return parse_json(kept(descriptor).decode(), inf)

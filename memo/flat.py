@@ -23,7 +23,7 @@ ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank
 
 @dataclass(frozen=True)
 class Location:
-    """Where this rank's part of a parameter lies, in elements. `whole`: the parameter over all tp ranks."""
+    """Locates this rank's part of a parameter, in elements. `whole`: the parameter over all tp ranks."""
 
     offset: int
     shape: tuple[int, ...]
@@ -50,46 +50,45 @@ class Range(NamedTuple):
 # --- this rank's parts ---
 
 def model_parameters(cfg: Layout) -> dict[str, Parameter]:
-    """{name: Parameter} of a stage of the model: the embeddings, layer by layer "h.<i>.<name>", the final
-    norm and the head, where it is not the embedding's matrix. The first stage has the embeddings, the last
-    one the norm and the head; where that is the embedding's matrix, it has all embeddings too, so that the
+    """Lists {name: Parameter} of a stage: the first has the embeddings, each its layers "h.<i>.<name>", the
+    last the final norm and the head; where that is the embedding's matrix, it has all embeddings, so that the
     ranks of both stages share them out alike, and make equal steps."""
     C, layer = cfg.n_embd, layer_of(cfg)
-    made: dict[str, Parameter] = {}
+    named: dict[str, Parameter] = {}
     if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):
-        made["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
+        named["wte"] = Parameter((cfg.padded_vocab_size, C), 0)
         if cfg.position == "learned":
-            made["wpe"] = Parameter((cfg.block_size, C))
+            named["wpe"] = Parameter((cfg.block_size, C))
     for i in cfg.layers:
-        made |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
+        named |= {f"h.{i}.{name}": p for name, p in layer.parameters.items()}
     if cfg.has_head and not cfg.tie_embeddings:
-        made["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
+        named["head_w"] = Parameter((cfg.padded_vocab_size, C), 0)
     if cfg.has_head:
-        made["lnf_w"] = Parameter((C,), None, "ones")
-    return made | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
+        named["lnf_w"] = Parameter((C,), None, "ones")
+    return named | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
 
 
 def is_shared(p: Location, tp: int) -> bool:
-    """Whether all tp ranks hold the same parameter."""
+    """Says whether all tp ranks hold the same parameter."""
     return tp > 1 and p.whole.split_dim is None
 
 
 def shared_numel(layout: dict[str, Location], tp: int) -> int:
-    """Elements of a layout that all tp ranks hold."""
+    """Counts the elements of a layout that all tp ranks hold."""
     return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
 def local_layout(cfg: Layout, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """{name: Location} of a tp rank's part of a stage, one behind the other, and [(start, end)] of its
-    buckets: of the embeddings, of each layer, of the final norm. `data` ranks can share out each equally. A
-    stage may have nothing in the first and the last."""
+    """Lays out a tp rank's part of a stage -> {name: Location}, and [(start, end)] of its buckets: the
+    embeddings, each layer, norm and head. `data` ranks can share out each equally; first and last may be
+    empty."""
     return known_layout(tuple(getattr(cfg, name) for name in STAGE_KEYS), tp, data)
 
 
 @lru_cache(64)  # a search asks again and again
 def known_layout(keys: tuple[Value, ...], tp: int,
                  data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """local_layout() of a Layout with these values of STAGE_KEYS."""
+    """Computes local_layout() of a Layout with these values of STAGE_KEYS."""
     parameters = model_parameters(Layout(**dict(zip(STAGE_KEYS, keys, strict=True))))
     first, *_, last = ("." in name for name in parameters)  # a layer's
     layout, buckets, end = dict[str, Location](), [(0, 0)] * first, 0
@@ -104,34 +103,31 @@ def known_layout(keys: tuple[Value, ...], tp: int,
 
 
 def bucket_numels(cfg: Layout, data: int) -> list[int]:
-    """Elements of each bucket in a rank's local_layout."""
     return [end - start for start, end in local_layout(cfg, cfg.tp, data)[1]]
 
 
 def layer_numel(cfg: Layout, data: int) -> int:
-    """The same of a layer's."""
     return bucket_numels(cfg, data)[1]
 
 
 # --- flat buffers ---
 
 def gradients_in_turns(cfg: Layout, micro_batches: int) -> range:
-    """The buckets whose gradients take turns in two places of the device. With the optimizer on the host
-    those of a layer leave while the layer below computes, unless another micro batch of the step is to add
-    to them, or another subsequence, whose units come behind those of all layers."""
+    """Lists the buckets whose gradients take turns in two places of the device. With the optimizer on the
+    host a layer's leave while the layer below computes, unless another micro batch is to add to them, or
+    another subsequence, whose units come behind those of all layers."""
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer and not cfg.layers_come
     return range(1, len(cfg.layers) + 1) if leaves else weights_in_turns(cfg)
 
 
 def weights_in_turns(cfg: Layout) -> range:
-    """The buckets whose parameters do so."""
+    """Lists the buckets whose parameters take turns in two places of the device."""
     come = coming(len(cfg.layers), cfg.layers_come, cfg.edges_come)
     return range(come.start + 1, come.stop + 1)
 
 
 def states_of(cfg: Layout, replicas: int, micro_batches: int) -> States:
-    """Says where this stage's gradients and parameters are between two passes. `replicas`: ranks that hold
-    the same parameters; `micro_batches`: those of a rank in a step."""
+    """Says where this stage's gradients and parameters are between passes; `micro_batches` are a rank's."""
     layers, on_host = len(cfg.layers), cfg.optimizer_on_host
     leave = not cfg.layers_come and len(gradients_in_turns(cfg, micro_batches)) > 0
     return States(layers, coming(layers, cfg.layers_come, cfg.edges_come), range(layers * leave),
@@ -139,9 +135,9 @@ def states_of(cfg: Layout, replicas: int, micro_batches: int) -> States:
 
 
 def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list[tuple[int, int]], int]:
-    """([(start, end)] of each bucket, elements in all) in a flat buffer. The buckets that take turns have its
-    first part, which holds any two neighbours: odd ones begin where it begins, even ones end where it ends.
-    Each comes when the one two before it is done, and finds there but its neighbour."""
+    """Places the buckets in a flat buffer -> [(start, end)] of each, elements in all. Those that take turns
+    have its first part, which holds any two neighbours: odd ones begin where it begins, even ones end where
+    it ends. Each comes when the one two before it is done, and finds there but its neighbour."""
     sizes = [end - start for start, end in buckets]
     room = max((a + b for a, b in pairwise([0, *(sizes[k] for k in in_turns)])), default=0)
     places, free = [], room
@@ -153,29 +149,29 @@ def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list
 
 
 def staged_bytes(cfg: Layout, numel: int, micro_batches: int, itemsize: int) -> int:
-    """Bytes of host memory for a shard's way to an optimizer on the host and back (memo/staging.py)."""
+    """Counts the host bytes for a shard's way to an optimizer on the host and back (memo/staging.py)."""
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 
 def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """[(start, end, what)] in ascending order, neighbours of the same `what` made one."""
-    made: list[tuple[int, int, bool]] = []
+    """Joins neighbours of the same `what` in [(start, end, what)], which ascend."""
+    joint: list[tuple[int, int, bool]] = []
     for start, end, what in ranges:
-        if made and made[-1][1:] == (start, what):
-            start = made.pop()[0]
-        made.append((start, end, what))
-    return made
+        if joint and joint[-1][1:] == (start, what):
+            start = joint.pop()[0]
+        joint.append((start, end, what))
+    return joint
 
 
 def boxes(start: int, end: int, width: int) -> list[tuple[int, int, int, int]]:
-    """[(row, column, rows, columns)]: the elements [start, end) of a matrix with rows of `width`, in order,
-    as at most three boxes: a part of a row, whole rows, a part of a row."""
-    made = []
+    """Cuts the elements [start, end) of a matrix with rows of `width` into at most three boxes, in order: a
+    part of a row, whole rows, a part of a row -> [(row, column, rows, columns)]."""
+    cut = []
     while start < end:
         row, column = divmod(start, width)
         rows, columns = (end - start) // width, width
         if column or not rows:
             rows, columns = 1, min(width - column, end - start)
-        made.append((row, column, rows, columns))
+        cut.append((row, column, rows, columns))
         start += rows * columns
-    return made
+    return cut

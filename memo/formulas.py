@@ -5,47 +5,44 @@ from memo.settings import Settings
 
 
 def parameters(cfg: Settings) -> int:
-    """P, the elements of all matrices: of the layers, of the embedding, and of a head that is not the
+    """Counts P, the elements of all matrices: of the layers, the embedding, and a head that is not the
     embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
     tables = 1 if cfg.tie_embeddings else 2
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
 def flops_per_sample(cfg: Settings) -> int:
-    """Model FLOPs of one sequence, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an embedding
-    that is not the head's too: rows of it are looked up.
-
-    The second term is attention under the causal mask; without the mask it would be twice as large.
-    Source: MEMO 5.1.
-    """
+    """Counts a sequence's model FLOPs, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an
+    embedding that is not the head's too: its rows are looked up. The second term is attention under the
+    causal mask, half of that without. Source: MEMO 5.1."""
     S, looked_up = cfg.block_size, 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
     return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
 def layer_forward_flops(cfg: Settings, tokens: int) -> int:
-    """Model FLOPs of a layer's forward on the first `tokens` tokens of a sequence: 2 E t + 2 H D t^2, where E
-    are the elements of its matrices. The second term is attention under the causal mask. Source: MEMO 5.1."""
+    """Counts the model FLOPs of a layer's forward on a sequence's first `tokens` tokens: 2 E t + 2 H D t^2,
+    where E are the elements of its matrices, and the second term is causal attention. Source: MEMO 5.1."""
     linear, square = layer_forward_terms(cfg)
     return linear * tokens + square * tokens**2
 
 
 def layer_forward_terms(cfg: Settings) -> tuple[int, int]:
-    """(2 E, 2 H D), see layer_forward_flops."""
+    """Computes (2 E, 2 H D), see layer_forward_flops."""
     return 2 * layer_of(cfg).matrix_elements, 2 * cfg.n_head * cfg.head_width
 
 
 def head_share(cfg: Settings) -> float:
-    """FLOPs of the head over those of a layer."""
+    """Divides the FLOPs of the head by those of a layer."""
     return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
 
 
 def tgs(tokens: int, gpus: int, seconds: float) -> float:
-    """Tokens per GPU and second. Source: MEMO 5.1."""
+    """Computes tokens per GPU and second. Source: MEMO 5.1."""
     return tokens / (gpus * seconds)
 
 
 def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None) -> float | None:
-    """Model FLOPs utilisation, 1 is all of the peak; None where the peak is not known. Source: MEMO 5.1."""
+    """Computes the model FLOPs utilisation, 1 is all of the peak; None without a peak. Source: MEMO 5.1."""
     if peak_flops_per_s is None:
         return None
     return tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s

@@ -1,9 +1,8 @@
 """Families of models in Hugging Face's format: config.json <-> memo's keys, and the names, shapes and places
 of their weights. Without torch.
 
-What a config.json holds and memo does not do is an error. A field is translated, or has a value that memo
-has, or is known to leave the model as it is; any other field is an error. A field that a config.json leaves
-out has the value that transformers 5.23 gives it.
+A field of a config.json is translated, or has a value that memo has, or is known to leave the model as it is;
+any other is an error. A field that is left out has the value that transformers 5.23 gives it.
 """
 
 import json
@@ -21,8 +20,7 @@ from memo.rope import SCALINGS, checked_scaling, parse_scaling
 CONFIG = "config.json"
 OWN = "hf_files"  # of out_dir: the files that came with a model, as they came
 GIVE_FOLDER = "give a local folder of a model in safetensors"
-# Fields that leave the model as it is. Dropout is a way to train, and memo has none; pretraining_tp is an
-# order of sums; the summary_ fields are another head's.
+# leave the model as it is: dropout is a way to train, pretraining_tp an order of sums, summary another head's
 HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
     eos_token_id pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop
     pretraining_tp n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation
@@ -46,11 +44,10 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture`: transformers' class. `prefix`: in front of all names of weights but the head's.
-    `layers`: in front of a layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`:
-    {memo's key: field}. `only`: {field: the values that memo has, first the default}. `keys`: memo's keys of
-    every such model. `norm_eps`: (field, default). `tied`: default of tie_word_embeddings. `defaults`: of
-    fields whose default is another one than Llama's."""
+    """Describes a family. `prefix`: in front of all names of weights but the head's. `layers`: in front of a
+    layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key: field}.
+    `only`: {field: the values that memo has, first the default}. `keys`: memo's keys of every such model.
+    `norm_eps`: (field, default). `tied`, `defaults`: defaults, where they differ from Llama's."""
 
     architecture: str
     prefix: str
@@ -101,13 +98,13 @@ FAMILIES = {
 # --- config.json -> memo's keys ---
 
 def model_keys(folder: Path | str) -> JsonObject:
-    """Read memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
+    """Reads memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
     path = Path(folder) / CONFIG
     return keys_of(path, load_json(path, GIVE_FOLDER))
 
 
 def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
-    """Translate `hf`, the fields of the config.json at `path`, into memo's keys. Errors: ConfigError."""
+    """Translates `hf`, the fields of the config.json at `path`, into memo's keys. Errors: ConfigError."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
@@ -135,7 +132,7 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
 
 
 def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
-    """Errors: ConfigError: a field that memo does not know, or has a value that memo does not have."""
+    """Raises ConfigError where memo does not know a field, or has not its value."""
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
     for name, value in hf.items():
@@ -165,8 +162,8 @@ def float_field(path: Path, name: str, value: Json) -> float:
 
 
 def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
-    """Check that every layer of the model in `folder`, where there is one, attends to all of S tokens, the
-    length that the command takes from `option`. Errors: ConfigError: some layer has a shorter window."""
+    """Checks that every layer of the model in `folder`, if any, attends to all of S tokens, a length that
+    `option` sets. Errors: ConfigError: some layer has a shorter window."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
@@ -190,12 +187,12 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
 
 
 def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
-    """rope_theta and rope_scaling, of rope_parameters (transformers 5) or rope_scaling (4)."""
-    found = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
-    if len(found) == 2 and found[0] != found[1]:
+    """Finds rope_theta and rope_scaling in rope_parameters (transformers 5) or rope_scaling (4)."""
+    ropes = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
         raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
                           f"rope_parameters={hf['rope_parameters']!r:.100}; take the wrong one out")
-    theta, scaling = found[0] if found else (hf.get("rope_theta"), {})
+    theta, scaling = ropes[0] if ropes else (hf.get("rope_theta"), {})
     if hf.get("rope_theta") not in (None, theta):
         raise ConfigError(f"{path}: rope_theta={hf['rope_theta']!r:.100} differs from {theta!r:.100} in "
                           "rope_parameters or rope_scaling; take the wrong one out")
@@ -204,7 +201,7 @@ def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
 
 
 def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json, JsonObject]:
-    """(rope_theta, scaling without what is as usual) of one of the two fields."""
+    """Reads (rope_theta, scaling without what is as usual) from one of the two fields."""
     if not isinstance(hf[name], dict):
         raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {GIVE_FOLDER}")
     scaling = {k: v for k, v in hf[name].items() if v is not None}
@@ -227,7 +224,7 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json
 # --- memo's keys -> config.json ---
 
 def family_of(cfg: Config) -> str:
-    """The model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
+    """Finds the model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
         wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
@@ -247,40 +244,39 @@ def family_of(cfg: Config) -> str:
 
 
 def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObject:
-    """The config.json of the model `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
+    """Makes the config.json of `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
     kind = family_of(cfg)
     family = FAMILIES[kind]
-    made = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
-                tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
-    made |= token_ids
-    made |= {name: getattr(cfg, key) for key, name in family.sizes.items()}
+    config = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
+                  tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
+    config |= {**token_ids, **{name: getattr(cfg, key) for key, name in family.sizes.items()}}
     if family is GPT2:
-        return made | dict(activation_function="gelu" if cfg.gelu == "exact" else "gelu_new",
-                           n_ctx=cfg.block_size, n_inner=cfg.inner_width, attn_pdrop=0.0, embd_pdrop=0.0,
-                           resid_pdrop=0.0)
+        return config | dict(activation_function="gelu" if cfg.gelu == "exact" else "gelu_new",
+                             n_ctx=cfg.block_size, n_inner=cfg.inner_width, attn_pdrop=0.0, embd_pdrop=0.0,
+                             resid_pdrop=0.0)
     # transformers 4 reads rope_scaling and rope_theta, transformers 5 rope_parameters
     scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
                if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
-    made |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads, head_dim=cfg.head_width,
-                 hidden_act="silu", attention_dropout=0.0, rope_theta=cfg.rope_theta,
-                 rope_scaling=scaling or None,
-                 rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
+    config |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads,
+                   head_dim=cfg.head_width, hidden_act="silu", attention_dropout=0.0,
+                   rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
+                   rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
     if kind in ("llama", "qwen3"):
-        made["attention_bias"] = False
-    return made | (dict(mlp_bias=False) if kind == "llama" else
-                   dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
+        config["attention_bias"] = False
+    return config | (dict(mlp_bias=False) if kind == "llama" else
+                     dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
-    """Make the config.json of the model that came with the folder `own` and was trained as `cfg`: its own
+    """Makes the config.json of the model that came with the folder `own` and was trained as `cfg`: its own
     fields, and those that training has changed. Errors: ConfigError."""
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
-    made = hf_config(cfg, dtype, {})
+    config = hf_config(cfg, dtype, {})
     before = hf_config(type(cfg)(**keys_of(path, hf)), dtype, {})
-    named = {k: v for k, v in made.items() if k not in ("model_type", "architectures", "torch_dtype")}
+    named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
-    if keys_of(path, hf | changed) != keys_of(path, made):  # a scaling that counts from a length not in it
+    if keys_of(path, hf | changed) != keys_of(path, config):  # a scaling that counts from a length not in it
         hf = {k: v for k, v in hf.items() if k not in ROPE}
         changed |= {k: v for k, v in named.items() if k in ROPE}
     return hf | changed | {"dtype" if "dtype" in hf and "torch_dtype" not in hf else "torch_dtype": dtype}
@@ -289,9 +285,9 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
 # --- the files that came with a model ---
 
 def own_files(folder: Path) -> dict[str, bytes]:
-    """Read what lies in a model's folder beside the weights: config.json, the tokenizer's files, templates ->
-    {name within the folder: content}. What is too large together is left out, and said. Errors: OSError."""
-    found, room = {}, MOST_TEXT_CHARS
+    """Reads {name: content} of what lies in a model's folder beside the weights: config.json, the tokenizer's
+    files, templates. What is too large together is left out, with a warning. Errors: OSError."""
+    contents, room = {}, MOST_TEXT_CHARS
     templates = (folder / "additional_chat_templates").glob("*.jinja")
     files = [p for p in (*folder.iterdir(), *templates) if p.is_file()] if folder.is_dir() else []
     for size, path in sorted((p.stat().st_size, p) for p in files):  # a large one costs no small one
@@ -302,13 +298,13 @@ def own_files(folder: Path) -> dict[str, bytes]:
                  f"than {MOST_TEXT_CHARS:,} bytes")
             continue
         with open(open_file(path), "rb") as file:
-            found[str(path.relative_to(folder))] = file.read(room)
-        room -= len(found[str(path.relative_to(folder))])
-    return found
+            contents[str(path.relative_to(folder))] = data = file.read(room)
+        room -= len(data)
+    return contents
 
 
 def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -> None:
-    """Write what own_files() has read, into `folder` or its folder `within`. Errors: OSError."""
+    """Writes what own_files() has read into `folder` or its folder `within`. Errors: OSError."""
     for name, data in files.items():
         path = Path(within, name)
         for part in reversed(path.parents[:-1]):
@@ -320,7 +316,7 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
 
 @dataclass(frozen=True)
 class Weight:
-    """Where memo's parameter `name` stands in transformers' tensor `there` of `shape`: from row `first`, or
+    """Locates memo's parameter `name` in transformers' tensor `there` of `shape`: from row `first`, or
     column, if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
 
     name: str
@@ -335,9 +331,9 @@ ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pa
 
 
 def weights_of(cfg: Config) -> list[Weight]:
-    """The Weights of a model with memo's keys `cfg`, all stages. GPT-2 has all biases, keeps q, k and v side
-    by side in one matrix, and a linear as (in, out)."""
-    family, C, made = FAMILIES[family_of(cfg)], cfg.n_embd, []
+    """Lists the Weights of all stages. GPT-2 has all biases, q, k and v in one matrix, linears as (in,
+    out)."""
+    family, C, weights = FAMILIES[family_of(cfg)], cfg.n_embd, []
     for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")
         base = last.removesuffix("_w").removesuffix("_b")
@@ -345,9 +341,9 @@ def weights_of(cfg: Config) -> list[Weight]:
         there = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
         shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
         if family is not GPT2 or not layer:
-            made.append(Weight(name, there, shape, D=cfg.head_width if base in ROTATED else 0))
+            weights.append(Weight(name, there, shape, D=cfg.head_width if base in ROTATED else 0))
         else:
             first = {"q": 0, "k": C, "v": 2 * C}.get(base)
             whole = shape if first is None else (3 * C, *shape[1:])
-            made.append(Weight(name, there, whole[::-1], first or 0, len(shape) == 2))
-    return made
+            weights.append(Weight(name, there, whole[::-1], first or 0, len(shape) == 2))
+    return weights

@@ -24,15 +24,15 @@ MOST_COLUMNS = 110
 def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
         why: str = "", auto: bool = False) -> Value:
-    """A key with its default, its --help line and the values it may take. `why`: the reason of `below` or
-    `most`. For a text `least` counts characters. A number with the default "auto", or `auto`, may be that.
+    """Makes a key with its default, its --help line and the values it may take. `why`: the reason of `below`
+    or `most`. For a text `least` counts characters. A number with the default "auto", or `auto`, may be that.
     `section`: the heading of this key and of those that follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why, auto=auto))
 
 
 def option(name: str, kind: type, default: Value = None, help: str = "", **bounds: Value) -> Field[Value]:
-    """A key outside the configuration, of `kind` int, float, bool or str."""
+    """Makes a key outside the configuration, of `kind` int, float, bool or str."""
     f: Field[Value] = key(default, help, **bounds)
     f.name, f.type = name, kind
     return f
@@ -49,12 +49,12 @@ def may_be_auto(f: Field[Value]) -> bool:
 
 
 def type_name(f: Field[Value]) -> str:
-    """The type of a key, for a message."""
+    """Names the type of a key, for a message."""
     return f"{kind_of(f).__name__} or auto" if may_be_auto(f) else kind_of(f).__name__
 
 
 def shown(value: object) -> str:
-    """repr() for a message: of bounded length."""
+    """Writes repr() of bounded length, for a message."""
     if type(value) is int and value.bit_length() > 300:
         return f"<a number of {value.bit_length()} bits>"
     text = repr(value)
@@ -62,7 +62,7 @@ def shown(value: object) -> str:
 
 
 def check_value(f: Field[Value], value: Value) -> None:
-    """Errors: ConfigError: key `f` may not take `value`."""
+    """Raises ConfigError where key `f` may not take `value`."""
     if value == "auto" and may_be_auto(f):
         return
     m = f.metadata
@@ -77,8 +77,7 @@ def check_value(f: Field[Value], value: Value) -> None:
         if len(value) < (m["least"] or 0):
             raise refused("must not be empty; leave it out, or give one")
         if len(value) > MOST_VALUE_CHARS or CONTROL.search(value):
-            raise refused(f"must be one line of at most {MOST_VALUE_CHARS} characters, all of "
-                              "them printable")
+            raise refused(f"must be one line of at most {MOST_VALUE_CHARS} characters, all of them printable")
         return
     if f.type is float and value in (float("inf"), float("-inf")):
         raise refused("must be finite")
@@ -92,15 +91,15 @@ def check_value(f: Field[Value], value: Value) -> None:
 
 
 def number_of(text: str, kind: type = int) -> Value:
-    """Read a number of `kind` int or float, in plain digits. Errors: ValueError: it is none, or it has digits
-    of another script, underscores or spaces, which Python takes."""
+    """Reads an int or float in plain digits. Errors: ValueError: it is none, or it has digits of another
+    script, underscores or spaces, which Python takes."""
     if not text.isascii() or set(text) & {"_", *string.whitespace}:
         raise ValueError(f"{text!r:.100} must be a number in the digits 0 to 9")
     return kind(text)
 
 
 def typed(f: Field[Value], value: Value, where: str) -> Value:
-    """`value` as the key's type: a string from the command line is read, an int may stand for a float."""
+    """Converts `value` to the key's type: texts of a command line are read, ints may stand for floats."""
     kind = kind_of(f)
     if kind is float and type(value) is int and abs(value) < 2**63:
         return float(value)
@@ -114,12 +113,12 @@ def typed(f: Field[Value], value: Value, where: str) -> Value:
 
 
 def help_width() -> int:
-    """Columns of --help: the terminal's, within bounds."""
+    """Counts the columns of --help: the terminal's, within bounds."""
     return max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
 
 
 def columns(rows: list[tuple[str, str | None]]) -> str:
-    """The lines of [(left, right)] in two aligned columns. Where right is None, left is a heading."""
+    """Writes [(left, right)] in two aligned columns. Where right is None, left is a heading."""
     width = help_width()
     start = 4 + max(len(left) for left, right in rows if right is not None)
     lines = []

@@ -1,7 +1,5 @@
 """Several processes as one run: torchrun's environment, how ranks find each other, how they fail together.
-
-The only reader of torchrun's environment. `host` is the Axis of all ranks over gloo (memo/parallel/axis.py).
-"""
+`host` is the Axis of all ranks over gloo (memo/parallel/axis.py)."""
 
 import os
 import re
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun says of this process."""
+    """Holds what torchrun says of this process."""
 
     rank: int
     world: int  # ranks in all
@@ -46,7 +44,7 @@ class Launch:
     threads: int = 0  # CPU threads to use, where torchrun left a rank just one; 0: as torch has it
 
     def take(self, device: torch.device) -> None:
-        """Take this rank's threads and its GPU, if `device` is one."""
+        """Takes this rank's threads and its GPU, if `device` is one."""
         if self.threads:
             torch.set_num_threads(self.threads)
         if device.type == "cuda":
@@ -54,7 +52,6 @@ class Launch:
 
 
 def whole_number(name: str, default: int | str, least: int, most: int) -> int:
-    """The value of an environment variable. Errors: ConfigError."""
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
         raise ConfigError(f"{name}={text} in the environment must be a whole number from {least} to {most}; "
@@ -63,7 +60,7 @@ def whole_number(name: str, default: int | str, least: int, most: int) -> int:
 
 
 def read_launch() -> Launch:
-    """The Launch of torchrun's environment; without torchrun a single process. Errors: ConfigError."""
+    """Reads torchrun's environment; without torchrun it is a single process. Errors: ConfigError."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Launch(0, 1, 0, 1)
     world = whole_number("WORLD_SIZE", 1, 1, MOST_RANKS)
@@ -77,7 +74,7 @@ def read_launch() -> Launch:
 
 
 def follow_torchrun() -> None:
-    """From now on this process gets SIGTERM when torchrun, which started it, is gone: it saves and ends."""
+    """Sends this process SIGTERM when torchrun, which started it, is gone: it saves and ends."""
     started_by = os.getppid()
 
     def follow() -> None:
@@ -88,7 +85,7 @@ def follow_torchrun() -> None:
 
 
 def run_name() -> str:
-    """Give this run a random name, which torchrun's own store keeps for those that it starts again. Ids of
+    """Gives this run a random name, which torchrun's own store keeps for those that it starts again: ids of
     processes, of jobs and of rendezvous come again in other runs."""
     name = uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -102,16 +99,16 @@ def run_name() -> str:
 # --- errors of several ranks ---
 
 class Agreed(ConfigError):
-    """An error that all ranks raise together."""
+    """Tells of an error that all ranks raise together."""
 
 
 def rank_name(rank: int) -> str:
-    """How messages name a rank of this host."""
+    """Names a rank of this host, for messages."""
     return f"rank {rank} ({socket.gethostname()})"
 
 
 def together(host: Axis, work: Callable[..., T], *args: object) -> T:
-    """work(*args), which talks to no other rank. A ConfigError or OSError of one rank is Agreed on all."""
+    """Calls work(*args), which talks to no other rank. One rank's ConfigError or OSError is Agreed on all."""
     results, error = list[T](), None
     try:
         results = [work(*args)]
@@ -120,14 +117,14 @@ def together(host: Axis, work: Callable[..., T], *args: object) -> T:
             raise
         error = str(e)
     errors = host.objects(error and (error, rank_name(host.rank)))
-    if found := [e for e in errors if e]:
-        text, where = found[0]
+    if failed := [e for e in errors if e]:
+        text, where = failed[0]
         raise Agreed(text if all(e and e[0] == text for e in errors) else f"{where}: {text}")
     return results[0]
 
 
 def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
-    """Errors: Agreed: `values` {name: value} are not the same on all ranks."""
+    """Raises Agreed where `values` {name: value} are not the same on all ranks."""
     for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
         if rank == 0:
             first = theirs
@@ -169,9 +166,9 @@ def rank_errors(host: Axis, where: Callable[[], str] | None = None) -> Iterator[
 # --- connections ---
 
 def meeting(store: dist.Store, rank: int, world: int) -> str:
-    """A name for all that the present ranks write into the store. torchrun may keep its store over a restart,
-    and each node counts its restarts for itself: the addresses of ranks that are gone must not be found.
-    Errors: ConfigError: this rank is of another run."""
+    """Names all that the present ranks write into the store. torchrun may keep its store over a restart, and
+    each node counts its restarts for itself: the addresses of ranks that are gone must not be found. Errors:
+    ConfigError: this rank is of another run."""
     me = uuid4().hex
     if rank > 0:
         with progress(lambda: f"rank {rank}: waiting for rank 0 to answer"):
@@ -200,7 +197,7 @@ def meeting(store: dist.Store, rank: int, world: int) -> str:
 
 
 def open_store(launch: Launch) -> dist.Store:
-    """The store through which the ranks find each other: torchrun's, or rank 0's own."""
+    """Opens the store through which the ranks find each other: torchrun's, or rank 0's own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", launch.rank, launch.world))[0]
     if not os.environ.get("MASTER_ADDR"):
@@ -221,7 +218,7 @@ def open_store(launch: Launch) -> dist.Store:
 def start_pulse(rank: int, world: int) -> Callable[[], None]:
     """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S: a GPU would
     wait for its messages for days. Each rank tells the next one every BEAT_S that it is alive (0), in the end
-    that it stops (1) -> what stops this one."""
+    that it stops (1) -> a function that stops this one."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
     before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 
@@ -253,7 +250,7 @@ def start_pulse(rank: int, world: int) -> Callable[[], None]:
 @contextmanager
 def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) -> Iterator[None]:
     """Ends this process, with a line that names `what`, where its ranks do not reach each other: at the
-    library's error, and after `limit_s`, or CONNECT_S, without one."""
+    library's error, or after `limit_s` (0: CONNECT_S)."""
     limit_s = limit_s or CONNECT_S
     name = f"{backend.upper()}_SOCKET_IFNAME"
     check = ("check that their hosts reach each other, past firewalls and over the right interface "
@@ -277,8 +274,8 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 @contextmanager
 def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
-    """(the group of all ranks, over gloo, their store) while the process is one of several, else Nones.
-    Where the with-block ends with an error the process must end too: rank_errors()."""
+    """Yields (the group of all ranks, over gloo, their store) where the process is one of several, else
+    Nones. Where the with-block ends with an error the process must end too: rank_errors()."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_torchrun()
     if launch.world == 1:

@@ -19,9 +19,8 @@ LANES = 2  # communicators of two stages that compute for each other: one for ea
 
 @dataclass(frozen=True)
 class Layout(Config):
-    """Holds a config with what was decided: how many stages and subsequences, where states are, which stage
-    this rank belongs to, and what stages compute for each other. A cut or an order that is still "auto" is
-    of equal lengths, and layer by layer where there is one stage."""
+    """Holds a config with what was decided: stages, subsequences, where states are, this rank's stage, what
+    stages compute for each other. Where it still says "auto", cuts are equal, and one stage goes by layer."""
 
     pp: int = 1
     subsequences: int = 1
@@ -36,7 +35,7 @@ class Layout(Config):
     @classmethod
     def of(cls, config: Config, **decided: Value) -> Self:
         """Lays out `config` with the keys that were `decided`, and `stage`, by default the first. What nobody
-        has decided is as by default: one stage, one subsequence, states on the device."""
+        has decided is one stage, one subsequence, states on the device."""
         keys = {name: value for name, value in (as_keys(config) | decided).items()
                 if name not in CHOSEN_KEYS or value != "auto"}
         return cls(**keys)
@@ -47,85 +46,84 @@ class Layout(Config):
         return cls.of(config, pp=1, msp=False, **changed)
 
     def of_rank(self, rank: int, world: int) -> Self:
-        """The same for one of `world` ranks, of which those of a stage follow each other."""
+        """Lays out one of `world` ranks, of which those of a stage follow each other."""
         return replace(self, stage=rank // (world // self.pp))
 
     @property
     def every_stage(self) -> list[Self]:
-        """The same for a rank of each stage."""
+        """Lays out a rank of each stage."""
         return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """Counts the layers of each stage."""
         return layers_of_stages(self.n_layer, self.pp, head_share(self))
 
     @property
     def layers(self) -> range:
-        """The layers of this rank's stage, as numbers in the whole model."""
+        """Numbers the layers of this rank's stage in the whole model."""
         depths, k = self.depths, self.stage
         return range(sum(depths[:k]), sum(depths[:k + 1]))
 
     @property
     def has_embedding(self) -> bool:
-        """Whether this rank's stage is the first, which has the embedding."""
+        """Says whether this rank's stage is the first, which has the embedding."""
         return self.stage == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether this rank's stage is the last, which has the final norm and the head."""
+        """Says whether this rank's stage is the last, which has the final norm and the head."""
         return self.stage == self.pp - 1
 
     @property
     def stage_kind(self) -> tuple[bool, bool, int]:
-        """(whether it has the embedding, whether the head, how many layers): stages of one kind are alike."""
+        """Tells stages apart: (has it the embedding, has it the head, how many layers)."""
         return self.has_embedding, self.has_head, len(self.layers)
 
     @property
     def ties_stages(self) -> bool:
-        """Whether the first stage and the last one hold the same matrix, the embedding's and the head's."""
+        """Says whether the first and the last stage hold the same matrix, the embedding's and the head's."""
         return self.pp > 1 and self.tie_embeddings
 
     @property
     def by_layer(self) -> bool:
-        """Whether units run layer by layer."""
+        """Says whether units run layer by layer."""
         return self.subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
 
     @property
     def layers_come(self) -> bool:
-        """Whether a layer's parameters come to the device for each pass, and its gradients leave."""
+        """Says whether a layer's parameters come to the device for each pass, and its gradients leave."""
         return self.states != "device"
 
     @property
     def edges_come(self) -> bool:
-        """Whether embedding and head do so too: not where both have one matrix, which both ends need. Beside
-        a single layer they stay (memo/schedule/program.py: coming)."""
+        """Says whether embedding and head come too: not where they share one matrix, which both ends need.
+        Beside a single layer they stay (memo/schedule/program.py: coming)."""
         return self.layers_come and not self.tie_embeddings
 
     @property
     def optimizer_on_host(self) -> bool:
-        """Whether master weights, moments and steps are the host's."""
+        """Says whether master weights, moments and steps are the host's."""
         return self.optimizer_device == "cpu" or self.states == "host"
 
 
 @lru_cache(64)
 def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
-    """How many of the layers each of `pp` stages has, at least one: the stages have as equal FLOPs as whole
-    layers allow, the head counted with the last one. Looking up the embedding takes none. `head`: its FLOPs
-    over a layer's. Source: SPPO 3.3."""
+    """Counts the layers of each of `pp` stages, at least one, so that FLOPs are as equal as may be; the last
+    stage has the head, `head` layers' worth. Looking up the embedding takes none. Source: SPPO 3.3."""
     if pp == 1:
         return layers,
 
     def longest(last: int) -> float:
         return max(-(-(layers - last) // (pp - 1)), last + head)
-    # of equally good ones that where the last stage has the most
+    # of equally good cuts, take the one where the last stage has most
     last = min(range(layers - pp + 1, 0, -1), key=longest)
     each, more = divmod(layers - last, pp - 1)
     return *(each + (k < more) for k in range(pp - 1)), last
 
 
 def degrees(cfg: Config, world: int) -> int:
-    """Find dp. Errors: ConfigError: the layout does not fill the world, or batches cannot be shared out."""
+    """Finds dp. Errors: ConfigError: the layout does not fill the world, or batches cannot be shared out."""
     ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
     dp = max(1, world // ranks)
     if dp * ranks != world:
@@ -142,11 +140,10 @@ def degrees(cfg: Config, world: int) -> int:
 
 def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
                   layers_come: bool = False) -> dict[str, str]:
-    """{axis: the axis whose communicator carries its messages} of the axes that have several ranks, but for
-    the neighbours of a pipeline (n_communicators). Each axis has its own, for a communicator does what it is
-    given in order: METP's matrices go round on another one than is broadcast on, its keys and values on a
-    third; where layers come, parameters and sums of gradients have one each. Only `world` shares that of an
-    axis with the same ranks: it sums scalars when the other one has nothing under way."""
+    """Lists {axis: the axis whose communicator carries its messages} of the axes with several ranks, but for
+    a pipeline's neighbours. Each has its own, for a communicator does what it is given in order: METP's
+    matrices do not wait for broadcasts, nor parameters that come for sums of gradients. Only `world` shares
+    that of an axis with the same ranks: it sums scalars when the other has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
                  shards=dp * cp if layers_come else 1, world=pp * dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
@@ -157,20 +154,20 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
 
 
 def n_communicators(cfg: Layout, world: int) -> int:
-    """Counts the communicators of a rank, between GPUs: those of its axes; with each neighbour of a pipeline
-    one for each direction; one for the gradients of a matrix that the first stage and the last one hold.
-    Those of stages that compute for each other are made when it is known who does: LANES with each."""
+    """Counts a rank's communicators between GPUs: of its axes; two with each neighbour of a pipeline; one for
+    the gradients of a matrix that the first and the last stage hold. Stages that compute for each other have
+    LANES more each, made when it is known who does."""
     dp, neighbours = world // (cfg.pp * cfg.cp * cfg.tp), (not cfg.has_embedding) + (not cfg.has_head)
-    mine = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
-    return len(mine) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
+    carriers = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
+    return len(carriers) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
 
 
 def check_streams(cfg: Layout, world: int) -> None:
-    """Errors: ConfigError: more communicators between GPUs than there are streams for. Two that shared one
-    might hold each other up in a circle. With msp each stage may compute for each other one."""
+    """Raises ConfigError where communicators outnumber the streams: two that shared one might hold each other
+    up in a circle. With msp each stage may compute for each other one."""
     if not cfg.msp:  # without it a stage has few
         return
-    most = LANES * (cfg.pp - 1) + max(n_communicators(one, world) for one in cfg.every_stage)
+    most = LANES * (cfg.pp - 1) + max(n_communicators(stage, world) for stage in cfg.every_stage)
     if most > MOST_COMMUNICATORS:
         fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // LANES)
         raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "

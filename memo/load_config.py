@@ -1,8 +1,7 @@
 """Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face.
 
-Config files are assignments that are evaluated, never run. A value is a literal, a name that was assigned
-before, or arithmetic on numbers, and stays within bounds: no file can run code, block a command or fill its
-memory.
+Config files are assignments that are evaluated, never run. A value is a literal, a name assigned before, or
+arithmetic on numbers, within bounds: no file can run code, block a command or fill its memory.
 """
 
 import ast
@@ -55,7 +54,7 @@ def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
 
 
 def statements(path: str | Path) -> list[ast.stmt]:
-    """The syntax trees of a Python file's statements. Errors: ConfigError."""
+    """Parses a Python file into statements. Errors: ConfigError."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of odd escapes in strings, say
             return ast.parse(read_text(path, MOST_CONFIG_CHARS)).body
@@ -71,7 +70,7 @@ def statements(path: str | Path) -> list[ast.stmt]:
 
 
 def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
-    """The value of an expression's syntax tree. Errors: ConfigError, ArithmeticError, RecursionError."""
+    """Evaluates an expression's syntax tree. Errors: ConfigError, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
         return check_bounds(node.value)
     if isinstance(node, ast.Name):
@@ -92,7 +91,7 @@ def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
 
 
 def check_bounds(value: object) -> Value:
-    """`value`, an int, float, str or bool within bounds. Errors: ConfigError."""
+    """Checks that `value` is an int, float, str or bool within bounds -> `value`. Errors: ConfigError."""
     if not isinstance(value, (int, float, str)):
         raise ConfigError(VALUES)
     if type(value) is int and not -MOST_INT < value < MOST_INT:
@@ -115,7 +114,7 @@ def known_key(name: str, where: str) -> Field:
 
 
 def read_file(path: str) -> Keys:
-    """{key: value} of a config file. Errors: ConfigError: it holds not only assignments to known keys."""
+    """Reads {key: value} of a config file. Errors: ConfigError: it holds not only known keys."""
     given = {}
     for line, name, value in assignments(path):
         where = f"{path}:{line}"
@@ -129,7 +128,7 @@ def read_file(path: str) -> Keys:
 
 
 def read_keys(argv: list[str]) -> tuple[str | None, Keys]:
-    """(config file or None, {key: value}) of a command line."""
+    """Reads (config file or None, {key: value}) of a command line."""
     path, values = None, {}
     for arg in argv:
         if not arg.startswith("-"):
@@ -146,13 +145,13 @@ def read_keys(argv: list[str]) -> tuple[str | None, Keys]:
 
 
 def stored_config(stored: Keys, **changes: Value) -> Config:
-    """The Config of the keys that a checkpoint holds, with `changes`; keys that this memo does not know are
-    left out. Errors: ConfigError."""
+    """Makes the Config of a checkpoint's keys, those that this memo knows, with `changes`. Errors:
+    ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
 def meaning(keys: Keys, name: str) -> Value:
-    """What a key of a model says beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
+    """Says what a key means beside the others: n_kv_head=0 and n_kv_head=4 are the same with 4 heads."""
     implied = dict(n_kv_head="kv_heads", head_dim="head_width", n_inner="inner_width")
     model = Settings(**{k: v for k, v in keys.items() if k in KEYS})
     value = getattr(model, implied.get(name, name))
@@ -160,8 +159,7 @@ def meaning(keys: Keys, name: str) -> Value:
 
 
 def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[Path, str]) -> Keys:
-    """The keys that the run starts from: the saved config of `resume`, the model of `hf:`. `typed_in`: the
-    given keys that stand on the command line."""
+    """Finds the keys that `init_from` gives, and checks `given`; `typed_in` are on the command line."""
     init_from, out_dir = given.get("init_from", ""), given.get("out_dir", KEYS["out_dir"].default)
     if init_from == "resume":
         folder, stored = newest(out_dir, passed_over)
@@ -193,9 +191,9 @@ def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[P
 
 
 def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
-    """argv -> {key: value}: the keys of --key=value, of the config file, of `init_from`; the first of these
-    counts. warmup_iters is always among them: where a command line gives a shorter run and no warmup, the
-    warmup is cut to the length of the decay."""
+    """Reads argv -> {key: value}: --key=value counts before the config file, that before `init_from`. Always
+    has warmup_iters: where a command line gives a shorter run and no warmup, cut to the length of the
+    decay."""
     path, values = read_keys(argv)
     for name, value in values.items():
         check_value(KEYS[name], value)
@@ -217,12 +215,12 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
 
 
 def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
-    """argv -> Config: defaults, then load_keys(). `passed_over`: see newest() in memo/manifest.py."""
+    """Reads argv -> Config: defaults, then load_keys(). `passed_over`: see newest() in memo/manifest.py."""
     return Config(**load_keys(argv, passed_over))
 
 
 def keys_help() -> str:
-    """The part of --help that lists all keys."""
+    """Lists all keys for --help."""
     rows: list[tuple[str, str | None]] = []
     for f in KEYS.values():
         m = f.metadata

@@ -27,8 +27,8 @@ WANDB_S = 10  # to reach its server
 
 @dataclass
 class StepStats:
-    """A line of metrics.jsonl. None, or what is not finite, is unknown; val_loss and bubble_s are then left
-    out. `tokens`: in this step; `mfu`: 0..1."""
+    """Holds a line of metrics.jsonl. None, or what is not finite, is unknown; val_loss and bubble_s are then
+    left out. `tokens`: in this step; `mfu`: 0..1."""
 
     iter: int
     loss: float
@@ -54,7 +54,7 @@ class StepStats:
 
 
 def is_step(row: dict) -> bool:
-    """Whether the values of a line that are read again are values that StepStats writes."""
+    """Says whether the values of a line that are read again are values that StepStats writes."""
     numbers: list[Json] = [row.get(name) for name in ("iter", "loss", "tgs", "tokens", "step_s")]
     if row.get("val_loss") is not None:
         numbers.append(row["val_loss"])
@@ -62,8 +62,8 @@ def is_step(row: dict) -> bool:
 
 
 def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dict]:
-    """The lines of a metrics.jsonl, without those that a kill, a full disk or a bit cut short or changed,
-    whose beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
+    """Reads the lines of a metrics.jsonl, but for those that a kill, a full disk or a bit cut short or
+    changed, whose beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
     rows = []
     with open(open_file(path), errors="replace") as f:
         if (size := os.fstat(f.fileno()).st_size) > MOST_METRICS:
@@ -93,7 +93,7 @@ class JsonlLogger:
         self.waiting: list[str] = []
 
     def log(self, stats: StepStats) -> None:
-        """Errors: OSError; the line waits for the next call."""
+        """Writes a line. Errors: OSError; the line waits for the next call."""
         self.waiting.append(json.dumps(stats.as_dict()) + "\n")
         self.close()
 
@@ -110,7 +110,7 @@ class JsonlLogger:
 
 
 class ConsoleLogger:
-    """A progress bar with loss, MFU, TGS and time left; lines now and then where there is no terminal."""
+    """Shows a progress bar with loss, MFU, TGS and time left; without a terminal lines now and then."""
 
     def __init__(self, steps: int, done: int, seconds_between_lines: float = 10.0) -> None:
         self.terminal, self.between, self.shown = sys.stderr.isatty(), seconds_between_lines, 0.0
@@ -138,8 +138,8 @@ class ConsoleLogger:
 
 
 class WandbLogger:
-    """Weights & Biases. Without an account it logs offline, into `out_dir`. No failure of it
-    stops the run. `id`: of the run there, which goes on where there is one."""
+    """Logs to Weights & Biases, without an account offline, into `out_dir`. No failure of it stops the run.
+    `id`: of the run there, which goes on where there is one."""
 
     def __init__(self, cfg: Config, config_dict: JsonObject, id: str | None = None) -> None:
         self.run: Any = None  # wandb's

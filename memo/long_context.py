@@ -37,7 +37,7 @@ COUNTED = 2**24  # tokens of the split, which tell the usual ones from the rest
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked. `lengths`, in tokens, and `depths`, from 0 to 1, ascend."""
+    """Holds what is asked. `lengths`, in tokens, and `depths`, from 0 to 1, ascend."""
 
     data: Data
     lengths: list[int]
@@ -46,14 +46,14 @@ class Questions:
     seed: int
 
     def sequence(self, i: int, length: int) -> torch.Tensor:
-        """(length + 1,): the ids of the i-th sequence of a length."""
+        """Reads (length + 1,): the ids of the i-th sequence of a length."""
         tokens, targets = self.data.batch("val", 0, i, 1, length, self.seed)
         return torch.cat((tokens[0], targets[0, -1:]))
 
 
 @contextmanager
 def room_for(what: str) -> Iterator[None]:
-    """Errors: RunFailed: the device's memory ends while `what` takes some."""
+    """Raises RunFailed where the device's memory ends while `what` takes some."""
     try:
         yield
     except RuntimeError as e:
@@ -64,62 +64,63 @@ def room_for(what: str) -> Iterator[None]:
 
 
 def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """(2, tp * n) fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp ranks'
-    rows: the target's log-probability, and 1 where no token is likelier."""
+    """Scores (2, tp * n), fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp
+    ranks' rows: the target's log-probability, and 1 where no token is likelier."""
     tp = model.mesh.weights
     *_, logits = model.edges.logits(x)  # (tp * n, V/tp)
-    own, mine = own_ids(tp, target[:, None], logits.shape[1])
-    of_target = tp.sum(logits.gather(1, own).float() * mine)  # (tp * n, 1): one of the ranks has it
+    own, held = own_ids(tp, target[:, None], logits.shape[1])
+    of_target = tp.sum(logits.gather(1, own).float() * held)  # (tp * n, 1): one of the ranks has it
     best = tp.gather(logits.amax(1).float()).amax(0)  # of the columns of all ranks
     log_p, _ = model.edges.ops.cross_entropy(tp, logits, target, gradient=False)
     return torch.stack((log_p, (of_target[:, 0] >= best).float()))
 
 
 def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """(2, B, length) fp64 in host memory, from ids (B, length + 1): target_scores() of the tokens behind the
-    first, where `wanted` (B, length) and where this rank of cp has them; else 0. Errors: RunFailed."""
+    """Computes (2, B, length), fp64, on the host, from ids (B, length + 1): target_scores() of the tokens
+    behind the first, where `wanted` (B, length) and where this rank of cp has them; else 0. Errors:
+    RunFailed."""
     B, length = wanted.shape
     tp, device = model.mesh.weights, model.device
     with room_for(f"{B} x {length:,} tokens"):
         if model.shape != (shape := (B, length // model.mesh.tokens.size)):
             model.reserve_forward(*shape)  # of one layer, whose memory all layers use in turns
-        here = row_order(model.cfg, length, model.mesh).positions()  # of each sequence, by subsequence
-        made = torch.zeros(2, B * length, dtype=torch.float64)
+        positions = row_order(model.cfg, length, model.mesh).positions()  # of each sequence, by subsequence
+        table = torch.zeros(2, B * length, dtype=torch.float64)
 
         def read(i: int, x: torch.Tensor) -> None:  # (n_i, C)
-            at = (length * torch.arange(B)[:, None] + here[i]).flatten()  # of the rows' tokens in (B, length)
+            at = (length * torch.arange(B)[:, None] + positions[i]).flatten()  # places in (B, length)
             targets = windows[:, 1:].flatten()[at].to(device).view(-1, tp.size)  # (n_i, tp)
             # the same on all tp ranks, which make their logits together
             rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
-            found = torch.zeros(2, *targets.shape, device=device)
+            part_scores = torch.zeros(2, *targets.shape, device=device)
             # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
             for part in rows.split(model.edges.own_head_rows) if len(rows) else ():
                 # rows of a gather come rank by rank, tokens by turns
                 scores = target_scores(model, x[part], targets[part].t().reshape(-1))
-                found[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
-            made[:, at] = found.flatten(1).double().cpu()
-        model.hidden(windows[:, torch.cat(here)].to(device), read)
-    return made.view(2, B, length) * wanted
+                part_scores[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)
+            table[:, at] = part_scores.flatten(1).double().cpu()
+        model.hidden(windows[:, torch.cat(positions)].to(device), read)
+    return table.view(2, B, length) * wanted
 
 
 def over_sequences(model: Model, n: int, work: Callable[[int], np.ndarray]) -> np.ndarray:
-    """[work(i) for i in range(n)], summed over the ranks of cp. The dp ranks deal the sequences out."""
-    mesh, made = model.mesh, {i: work(i) for i in range(model.mesh.dp.rank, n, model.mesh.dp.size)}
-    shapes = mesh.host.objects(next((found.shape for found in made.values()), None))
+    """Sums [work(i) for i in range(n)] over the ranks of cp. The dp ranks deal the sequences out."""
+    mesh, results = model.mesh, {i: work(i) for i in range(model.mesh.dp.rank, n, model.mesh.dp.size)}
+    shapes = mesh.host.objects(next((result.shape for result in results.values()), None))
     every = torch.zeros(n, *next(shape for shape in shapes if shape is not None), dtype=torch.float64)
-    for i, found in made.items():
-        every[i] = torch.from_numpy(found)
+    for i, result in results.items():
+        every[i] = torch.from_numpy(result)
     return mesh.replicas.sum(every.to(model.device)).cpu().numpy()
 
 
 def bucket_edges(length: int) -> list[int]:
-    """Where buckets of positions begin, and where the last one ends. Each holds as many as all before it."""
+    """Finds where buckets of positions begin, and the last ends. Each holds as many as all before it."""
     return sorted({0, *(length >> k for k in range(POSITION_BUCKETS))})
 
 
 def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
-    """(S,) fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees windows of
-    `context` tokens, which overlap by half: before a token it sees all, or at least context/2."""
+    """Computes (S,), fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees
+    windows of `context` tokens, which overlap by half: before a token it sees all, or at least context/2."""
     S = len(ids) - 1
     starts = [*range(0, S - context, context // 2), S - context]
     ends = [0, *(start + context for start in starts[:-1])]  # of what the windows before have scored
@@ -130,14 +131,14 @@ def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
         windows = torch.stack([ids[start:start + context + 1] for start, _ in group])
         wanted = torch.tensor([end - start for start, end in group])[:, None] <= torch.arange(context)
         log_p, _ = token_scores(model, windows, wanted)
-        for (start, _), found in zip(group, log_p.numpy(), strict=True):
-            losses[start:start + context] -= found
+        for (start, _), window in zip(group, log_p.numpy(), strict=True):
+            losses[start:start + context] -= window
     return losses
 
 
 def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
-    """Lists with an item for each bucket of positions, and what tokens gain whose past is longer than the
-    least length. tell(what is done now)."""
+    """Measures lists with an item for each bucket of positions, and what tokens gain whose past is longer
+    than the least length. tell(what is done now)."""
     S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
     edges = bucket_edges(S)
     counts = np.array([*np.diff(edges), max(1, S - cut)])
@@ -147,35 +148,36 @@ def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) 
         losses = token_losses(model, asked.sequence(i, S), context)
         return np.array([*np.add.reduceat(losses, edges[:-1]), losses[cut:].sum()]) / counts
     whole = over_sequences(model, n, partial(means, S))  # (n, buckets + 1)
-    made = dict(length=S, start=edges[:-1], end=edges[1:], loss=whole.mean(0).tolist()[:-1])
+    answer = dict(length=S, start=edges[:-1], end=edges[1:], loss=whole.mean(0).tolist()[:-1])
     if cut == S:
-        return made
+        return answer
     without = over_sequences(model, n, partial(means, cut))
     gains = without - whole
     *gain, beyond = gains.mean(0).tolist()
     *error, beyond_error = (gains.std(0, ddof=1) / n**0.5).tolist() if n > 1 else [None] * len(counts)
-    return made | dict(cut_length=cut, cut_loss=without.mean(0).tolist()[:-1], gain=gain, gain_error=error,
-                       gain_beyond_cut=beyond, gain_beyond_cut_error=beyond_error)
+    return answer | dict(cut_length=cut, cut_loss=without.mean(0).tolist()[:-1], gain=gain, gain_error=error,
+                         gain_beyond_cut=beyond, gain_beyond_cut_error=beyond_error)
 
 
 def usual_tokens(data: Data) -> np.ndarray:
-    """Ids of which the split has an eighth of the mean or more: a model knows these; NEEDLE at least."""
+    """Finds ids of which the split has an eighth of the mean or more, which a model knows; at least
+    NEEDLE."""
     counts = np.bincount(data.tokens["val"][:COUNTED], minlength=data.vocab_size)
     usual = np.count_nonzero(8 * data.vocab_size * counts >= counts.sum())
     return np.argsort(-counts, kind="stable")[:max(NEEDLE, usual)]
 
 
 def draw_needle(usual: np.ndarray, ids: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """(NEEDLE,): those of the `usual` tokens that the text `ids` has least of, each once, in random order.
-    What the text has of them leads away from the needle."""
+    """Draws (NEEDLE,): the `usual` tokens that the text `ids` has least of, each once, in random order. What
+    the text has of them leads away from the needle."""
     usual = rng.permutation(usual)
     in_text = np.bincount(ids.numpy(), minlength=usual.max() + 1)[usual]
     return torch.from_numpy(rng.permutation(usual[np.argsort(in_text, kind="stable")[:NEEDLE]]))
 
 
 def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) -> torch.Tensor:
-    """The text `ids` whose last tokens are the needle, as query and answer, and of which others, at `depth`,
-    are the needle too: 0 at the start, 1 just before the query, None nowhere."""
+    """Puts the needle at the end of the text `ids`, as query and answer, and at `depth`: 0 at the start, 1
+    just before the query, None nowhere."""
     text = ids.clone()
     text[-NEEDLE:] = needle
     if depth is not None:
@@ -185,9 +187,9 @@ def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) ->
 
 
 def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
-    """`score`: the fraction of the value's tokens that are found. `gain`: what a needle adds to their mean
-    log-probability. Both for each depth a list with an item for each length. tell(what is done now)."""
-    usual, n, made = usual_tokens(asked.data), asked.batches, []
+    """Measures `score`, the fraction of the value's tokens that are found, and `gain`, what a needle adds to
+    their mean log-probability: for each depth a list with an item for each length. tell(what is done now)."""
+    usual, n = usual_tokens(asked.data), asked.batches
 
     def needle_scores(length: int, i: int) -> np.ndarray:
         tell(f"needles, length {length:,}, sequence {i + 1} of {n}")
@@ -197,9 +199,8 @@ def measure_needles(model: Model, asked: Questions, tell: Callable[[str], None])
         texts = [needle_text(ids, needle, depth) for depth in (None, *asked.depths)]
         scores = [token_scores(model, text[None], wanted) for text in texts]
         return torch.stack(scores).sum((2, 3)).numpy() / VALUE  # (1 + depths, 2)
-    for length in asked.lengths:
-        made.append(over_sequences(model, n, partial(needle_scores, length)).mean(0))
-    log_p, right = np.array(made).transpose(2, 1, 0)  # (1 + depths, lengths) each
+    means = [over_sequences(model, n, partial(needle_scores, length)).mean(0) for length in asked.lengths]
+    log_p, right = np.array(means).transpose(2, 1, 0)  # (1 + depths, lengths) each
     score, gain = right[1:], log_p[1:] - log_p[0]
     return dict(lengths=asked.lengths, depths=asked.depths, score=score.tolist(), gain=gain.tolist(),
                 mean_score=score.mean().item(), mean_gain=gain.mean().item())

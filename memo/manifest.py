@@ -28,8 +28,8 @@ class Damaged(CheckpointError):
 
 
 def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
-    """The error of a checkpoint's file that raised the OSError or ValueError `e`. Damaged: the content of the
-    file is wrong. CheckpointError: the disk or a permission is at fault, which may pass."""
+    """Makes the error of a checkpoint's file that raised `e`. Damaged: the content of the file is wrong.
+    CheckpointError: the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
@@ -39,42 +39,41 @@ def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointE
 
 
 def checkpoints(out_dir: str | Path) -> list[Path]:
-    """The folders of the checkpoints in `out_dir`, the newest first. The name of a folder is the iteration to
-    go on with. A checkpoint that is being written or removed has another name."""
+    """Lists the folders of the finished checkpoints, the newest first: their names are iterations."""
     numbers = [f for f in (Path(out_dir) / CHECKPOINT).glob("*")
                if re.fullmatch("0|[1-9][0-9]{0,15}", f.name) and f.is_dir()]
     return sorted(numbers, key=lambda f: int(f.name), reverse=True)
 
 
 def damaged(out_dir: str | Path) -> list[Path]:
-    """The folders of damaged checkpoints in `out_dir`, the newest first."""
-    found = [f for f in (Path(out_dir) / CHECKPOINT).glob("*.damaged*")
-             if re.fullmatch("[0-9]{1,16}.damaged[0-9]{0,16}", f.name)]
-    return sorted(found, key=lambda f: [int(n or 0) for n in f.name.split(".damaged")], reverse=True)
+    """Lists the folders of damaged checkpoints in `out_dir`, the newest first."""
+    folders = [f for f in (Path(out_dir) / CHECKPOINT).glob("*.damaged*")
+               if re.fullmatch("[0-9]{1,16}.damaged[0-9]{0,16}", f.name)]
+    return sorted(folders, key=lambda f: [int(n or 0) for n in f.name.split(".damaged")], reverse=True)
 
 
 def latest(out_dir: str | Path) -> Path | None:
-    """The folder of the newest checkpoint in `out_dir`, or None."""
+    """Finds the folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)
 
 
 def last_good(out_dir: str | Path, iter: int) -> str:
-    """Which checkpoint serves where the state after `iter` steps does not, saved or not."""
-    there = checkpoints(out_dir)
-    for good in (folder for folder in there if int(folder.name) < iter):
-        rename = f" (rename {there[0]} to {there[0].name}.aside to resume from it)" * (there[0] != good)
+    """Says which checkpoint serves where the state after `iter` steps does not, saved or not."""
+    saved = checkpoints(out_dir)
+    for good in (folder for folder in saved if int(folder.name) < iter):
+        rename = f" (rename {saved[0]} to {saved[0].name}.aside to resume from it)" * (saved[0] != good)
         return f"the last good checkpoint is {good}, before step {good.name}{rename}"
     return "there is no good checkpoint yet"
 
 
 def manifest_text(stored: JsonObject) -> str:
-    """The text of a checkpoint.json: `stored`, with its crc32 at the end."""
+    """Writes the text of a checkpoint.json: `stored`, with its crc32 at the end."""
     return json.dumps(stored | {"crc32": zlib.crc32(json.dumps(stored).encode())})
 
 
 def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, JsonObject]:
-    """(folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not to be
-    used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
+    """Finds (folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not
+    to be used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))
@@ -85,8 +84,7 @@ def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[P
 
 
 def read_manifest(folder: Path) -> JsonObject:
-    """The content of checkpoint.json in `folder`: dict(format, iter, config, files {name: [bytes, crc32]}).
-    Errors: Damaged; CheckpointError: another format."""
+    """Reads {format, iter, config, files: {name: [bytes, crc32]}}. Errors: Damaged; CheckpointError."""
     path = folder / CHECKPOINT_JSON
     try:
         text = read_text(path, MOST_JSON_CHARS)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 
 class Help(NamedTuple):
-    """The rows [first, end) of a subsequence that another stage, the `helper`, computes in all `layers` of
-    `stage`, the home. `part`: of the unit's FLOPs. `turns`: the units of different homes that the helper
+    """Holds the rows [first, end) of a subsequence that another stage, the `helper`, computes in all `layers`
+    of `stage`, the home. `part`: of the unit's FLOPs. `turns`: the units of different homes that the helper
     takes in turns meanwhile; `together`: the helpers that the home has meanwhile."""
 
     stage: int
@@ -34,7 +34,7 @@ class Help(NamedTuple):
 
     @property
     def before(self) -> bool:
-        """Whether the helper's own subsequences follow; otherwise they are done."""
+        """Says whether the helper's own subsequences follow; otherwise they are done."""
         return self.stage + self.subsequence < self.helper
 
 
@@ -46,37 +46,37 @@ Helping = Callable[[int, int, int, int], list[int]]
 
 
 def guest_number(piece: Help, subsequences: int) -> int:
-    """Stands for the subsequence in the units of a helper, whose own are numbered from 0 on."""
+    """Numbers a helper's guest unit as if of another subsequence: its own are numbered from 0 on."""
     return subsequences * (1 + piece.stage) + piece.subsequence
 
 
 def helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> list[int]:
-    """The stages that are idle when one has this subsequence, those that share its pieces in causal order."""
+    """Lists the stages that are idle when one has this subsequence, and share its pieces in causal order."""
     slot = stage + subsequence
     return [k for k in range(stages) if slot < k or slot - k >= subsequences]
 
 
 def dealt_helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> list[int]:
-    """Of these helpers those that a stage gets where they are dealt out to all busy ones, as evenly as can
-    be: each helper then needs the weights of fewer stages."""
-    those, slot = helpers(stage, subsequence, stages, subsequences), stage + subsequence
+    """Deals these helpers out to all busy stages, as evenly as can be -> one stage's: each helper then needs
+    the weights of fewer stages."""
+    idle, slot = helpers(stage, subsequence, stages, subsequences), stage + subsequence
     busy = [k for k in range(stages) if 0 <= slot - k < subsequences]
-    n, turn = len(those), busy.index(stage)
+    n, turn = len(idle), busy.index(stage)
     first, end = turn * n // len(busy), (turn + 1) * n // len(busy)
-    return those[first:max(end, first + 1)]
+    return idle[first:max(end, first + 1)]
 
 
 def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[int]]:
-    """{(stage, subsequence): its helpers} of all units next to the bubbles, slot by slot."""
+    """Finds {(stage, subsequence): its helpers} of all units next to the bubbles, slot by slot."""
     every = [(slot - x, x) for slot in range(stages + subsequences - 1) for x in range(subsequences)[::-1]
              if 0 <= slot - x < stages]
-    found = {unit: helpers(*unit, stages, subsequences) for unit in every}
-    return {unit: those for unit, those in found.items() if those}
+    idle = {unit: helpers(*unit, stages, subsequences) for unit in every}
+    return {unit: stages_idle for unit, stages_idle in idle.items() if stages_idle}
 
 
 def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
-    """Where the pieces of a unit end that has so many rows: each as near as multiples allow to its part of
-    the FLOPs. flops(n): those of the first n rows."""
+    """Finds where the pieces of a unit of so many rows end, as near as multiples allow to their parts of the
+    FLOPs. flops(n): those of the first n rows."""
     every, ends, wanted = range(0, rows, multiple), list[int](), 0.0
     for part in parts[:-1]:
         wanted += part * flops(rows)
@@ -86,69 +86,67 @@ def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: S
 
 
 def even_parts(stages: int, subsequences: int, helping: Helping = helpers) -> Parts:
-    """The Parts with which a home and its helpers compute as long, where `helping` says who helps."""
-    found = {unit: helping(*unit, stages, subsequences) for unit in helped_units(stages, subsequences)}
-    turns = Counter((helper, sum(unit)) for unit, those in found.items() for helper in those)
+    """Computes the Parts with which a home and its helpers compute as long; `helping` says who helps."""
+    units = {unit: helping(*unit, stages, subsequences) for unit in helped_units(stages, subsequences)}
+    turns = Counter((helper, sum(unit)) for unit, those in units.items() for helper in those)
     return {unit: dict.fromkeys(those, 1 / (len(those) + max(turns[helper, sum(unit)] for helper in those)))
-            for unit, those in found.items()}
+            for unit, those in units.items()}
 
 
 def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
               flops: Callable[[int, int], float], parts: Parts) -> Shares:
-    """The Shares of stages with so many `layers`, of subsequences of `cuts` rows, in pieces of multiples of
+    """Cuts subsequences of `cuts` rows, of stages with so many `layers`, into pieces of multiples of
     `multiple` rows. flops(x, n): of the first n rows of subsequence x."""
-    made = list[Help]()
+    pieces = list[Help]()
     for (stage, x), those in parts.items():
         every = [1 - sum(those.values()), *those.values()]
         ends = piece_ends(partial(flops, x), cuts[x], multiple, every)
-        made += [Help(stage, x, helper, first, end, layers[stage],
-                       (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
-                 for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]
-    return with_turns(made)
+        pieces += [Help(stage, x, helper, first, end, layers[stage],
+                        (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
+                   for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]
+    return with_turns(pieces)
 
 
 def with_turns(pieces: Iterable[Help]) -> Shares:
-    """The pieces with `turns` and `together` as they are among each other."""
+    """Counts the `turns` and `together` of pieces."""
     pieces = list(pieces)
-    turns = Counter((one.helper, one.stage + one.subsequence) for one in pieces)
-    together = Counter((one.stage, one.subsequence) for one in pieces)
-    return tuple(one._replace(turns=turns[one.helper, one.stage + one.subsequence],
-                              together=together[one.stage, one.subsequence]) for one in pieces)
+    turns = Counter((p.helper, p.stage + p.subsequence) for p in pieces)
+    together = Counter((p.stage, p.subsequence) for p in pieces)
+    return tuple(p._replace(turns=turns[p.helper, p.stage + p.subsequence],
+                            together=together[p.stage, p.subsequence]) for p in pieces)
 
 
 def guests_of(shares: Shares, stage: int) -> Shares:
-    """What a stage computes for others."""
+    """Lists what a stage computes for others."""
     return tuple(piece for piece in shares if piece.helper == stage)
 
 
 def lent_by(shares: Shares, stage: int) -> Shares:
-    """What others compute for a stage."""
+    """Lists what others compute for a stage."""
     return tuple(piece for piece in shares if piece.stage == stage)
 
 
 def helping_pairs(shares: Iterable[Help]) -> list[tuple[int, int]]:
-    """The stages that compute for each other, two by two: the earlier one first."""
+    """Lists the stages that compute for each other, two by two: the earlier one first."""
     return sorted({(min(p.stage, p.helper), max(p.stage, p.helper)) for p in shares})
 
 
 def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[int, int]]:
-    """(layer, guest_number()) of a helper's units before its own, or behind them, in the order of the
-    forward: slot by slot, layer by layer, homes in turns, so that none waits long for the next piece of a
-    layer."""
-    those = [piece for piece in guests if piece.before == before]
+    """Lists (layer, guest_number()) of a helper's units before its own, or behind, in the forward's order:
+    slot by slot, layer by layer, homes in turns, so that none waits long for the next piece of a layer."""
     units = [(piece.stage + piece.subsequence, layer, piece.stage, guest_number(piece, subsequences))
-             for piece in those for layer in range(piece.layers)]
+             for piece in guests if piece.before == before for layer in range(piece.layers)]
     return [(layer, number) for _, layer, _, number in sorted(units)]
 
 
 def shares_lines(lent: Iterable[Help], stages: int, subsequences: int) -> list[str]:
-    """For people: of each unit next to the bubbles who computes how much of it."""
+    """Lists for people who computes how much of each unit next to the bubbles."""
     parts: dict[tuple[int, int], list[str]] = {unit: [] for unit in helped_units(stages, subsequences)}
     for piece in lent:
         parts[piece.stage, piece.subsequence].append(f"{piece.helper} {piece.part:.0%}")
     helped = sum(map(bool, parts.values()))
     lines = [f"msp         {helped} of {len(parts)} units next to the bubbles are helped (by stage, part)"]
     for stage in range(stages):
-        mine = [f"{x} ({', '.join(those) or 'alone'})" for (k, x), those in parts.items() if k == stage]
-        lines.append(f"            {stage}: subsequences {', '.join(mine)}")
+        units = [f"{x} ({', '.join(those) or 'alone'})" for (k, x), those in parts.items() if k == stage]
+        lines.append(f"            {stage}: subsequences {', '.join(units)}")
     return lines

@@ -35,16 +35,15 @@ CHUNK = 2**18  # elements: a save finds little free memory on the device
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """fp64 sum of the squares of a flat fp32 tensor, within 1e-6: pieces are summed in fp32, their sums in
-    fp64. torch's norm of the whole is 1% low at 100M elements on the CPU: long sums lose small terms."""
+    """Sums the squares of a flat fp32 tensor, fp64, within 1e-6: pieces in fp32, their sums in fp64. torch's
+    norm of the whole is 1% low at 100M elements on the CPU: long sums lose small terms."""
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
 
 
 def digest(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """The sum of a flat tensor's bits in `dtype`, each element's times a number of its place: the same in any
-    order of adding, another one where a bit differs."""
+    """Hashes the bits of a flat tensor in `dtype`; no order of adding changes the number."""
     total: int | torch.Tensor = 0
     odd = torch.arange(1, 2 * min(CHUNK, len(flat)), 2, device=flat.device)
     for part in flat.split(CHUNK):
@@ -56,8 +55,7 @@ def digest(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
 def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Tensor,
                exp_avg_sq: torch.Tensor, steps: torch.Tensor, lr: float, betas: tuple[float, float],
                weight_decay: float, scale: torch.Tensor | None = None) -> None:
-    """One AdamW step, in place, on flat fp32 tensors of the same shape, in one kernel. `steps`: the steps
-    taken before, a scalar tensor, which stays as it is. `scale`: gradients are divided by it."""
+    """Takes the AdamW step after `steps` in place, on flat fp32 tensors. Gradients are divided by `scale`."""
     adamw([weights], [gradients], [exp_avg], [exp_avg_sq], [], [steps.clone()], fused=True, grad_scale=scale,
           amsgrad=False, beta1=betas[0], beta2=betas[1], lr=lr, eps=EPS, maximize=False,
           weight_decay=weight_decay)
@@ -72,12 +70,12 @@ class Optimizer:
         on_host = cfg.optimizer_on_host
         device = torch.device("cpu") if on_host else model.device
         numel = model.buckets[-1][1] // data.size
-        whole = data.size == 1 and model.dtype == torch.float32 and not on_host and not cfg.layers_come
-        self.master = model.params if whole else torch.zeros(numel, device=device)
+        in_place = data.size == 1 and model.dtype == torch.float32 and not on_host and not cfg.layers_come
+        self.master = model.params if in_place else torch.zeros(numel, device=device)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
         self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
-        # of each bucket what this rank owns, its parameters and its gradients on the device
+        # of each bucket: what this rank owns; its parameters and its gradients on the device
         sizes = [(end - start) // data.size for start, end in model.buckets]
         self.own = [Range(start + n * data.rank, start + n * (data.rank + 1), start // data.size)
                     for n, (start, _) in zip(sizes, model.buckets, strict=True)]
@@ -96,22 +94,22 @@ class Optimizer:
         self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []
         self.squares = torch.zeros(len(self.own), dtype=torch.float64, device=model.device)
         self.left: set[int] = set()  # the buckets of which gradients of this step have left the device
-        self.max_norm = self.lr = 0.0  # of the step under way, as what follows
+        self.max_norm = self.lr = 0.0  # of the step under way, like norm and scale
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def find_parts(self, on_host: bool, tp: int) -> None:
-        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, of what
-        each tp rank has a part; `shared`, of what all tp ranks hold, and its gradients."""
+        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, what each
+        tp rank has a part of; `shared`, what all tp ranks hold, and its gradients."""
         self.decays: list[list[tuple[Range, bool]]] = []
         self.split: list[list[Range]] = []
         self.shared: list[list[tuple[Range, torch.Tensor]]] = []
-        # gradients leave for the host early; those of what all tp ranks hold wait here for clip()
+        # gradients leave for the host early; in `kept` those of shared parameters wait for clip()
         layout = self.model.layout
         self.kept = free = torch.zeros(shared_numel(layout, tp) if on_host else 0, device=self.model.device)
         for k in range(len(self.own)):
-            here = [(name, p) for name, p in layout.items() if p.bucket == k]
-            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in here)))
-            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in here
+            ps = [(name, p) for name, p in layout.items() if p.bucket == k]
+            self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in ps)))
+            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in ps
                                            if not self.elsewhere(name)))
             self.split.append([r for r, shared in ranges if not shared])
             self.shared.append([])
@@ -121,28 +119,28 @@ class Optimizer:
                 self.shared[k].append((r, g))
 
     def within(self, k: int, ranges: list[tuple[int, int, bool]]) -> list[tuple[Range, bool]]:
-        """[(Range, what)]: this rank's part of bucket k in each of [(start, end, what)], if there is any."""
+        """Cuts [(start, end, what)] to this rank's part of bucket k -> [(Range, what)] of those not empty."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
         return [(Range(a, b, own.at + a - own.start), what) for a, b, what in cut if a < b]
 
     def shard_of(self, p: Location) -> list[Range]:
-        """[Range]: this rank's part of a parameter, none or one."""
+        """Finds this rank's part of a parameter: a list of no Range or one."""
         return [r for r, _ in self.within(p.bucket, [(p.offset, p.end, False)])]
 
     def elsewhere(self, name: str) -> bool:
-        """Whether a parameter is counted and saved by the first stage, which holds the same one."""
+        """Says whether the first stage, which holds the same parameter, counts and saves it."""
         return self.cfg.ties_stages and name in ("wte", "wpe") and not self.cfg.has_embedding
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's part of (name, fp32 tensor) pairs to the master weights and the parameters."""
         model = self.model
-        mine = bucket_views(model.layout, model.buckets, model.bucket_params)
+        params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, tensor in named_tensors:
             p = model.layout[name]
             part = local(tensor, p.whole, model.mesh.weights)
             if p.bucket not in self.coming:
-                mine[name].copy_(part)
+                params[name].copy_(part)
             for r in self.shard_of(p):
                 self.master[r.shard] = part.reshape(-1)[r.start - p.offset:r.end - p.offset]
         for k in self.coming:
@@ -152,8 +150,8 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def copies(self) -> Iterator[tuple[str, int]]:
-        """(name, digest) of what is held more than once, by the same name: parameters, which all replicas
-        have, but for those that come; what they are rounded from; norms and tied matrices, with moments."""
+        """Yields (name, digest) of what is held more than once, by the same name: parameters that stay, of
+        all replicas; what they are rounded from; norms and tied matrices, with moments."""
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, p in model.layout.items():
@@ -174,13 +172,13 @@ class Optimizer:
                         yield f"{prefix}.{part}[{a}:{b}]", digest(flat[r.shard])
 
     def check_copies(self) -> None:
-        """Errors: BadState, on all ranks: what is held more than once is not the same."""
+        """Compares all ranks' copies. Errors: BadState, on all ranks: those of one name are not the same."""
         host = self.model.mesh.host
-        found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        holders: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for where, pairs in host.objects((rank_name(host.rank), [*self.copies()])):
             for name, value in pairs:
-                found[name][value].append(where)
-        for name, values in found.items():
+                holders[name][value].append(where)
+        for name, values in holders.items():
             if len(values) > 1:
                 odd, *_, usual = sorted(reversed(values.values()), key=len)
                 where = " and ".join(dict.fromkeys((odd[0], usual[0])))
@@ -188,12 +186,12 @@ class Optimizer:
                                "message has failed; this state is not saved, what was saved before is whole")
 
     def pieces(self, saved: bool = False) -> list[Piece]:
-        """[Piece]: views of what this rank holds of every parameter's states, after a step under way; with
+        """Lists views of what this rank holds of every parameter's states, after a step under way; with
         `saved` what it is to save, nothing twice, if check_copies() finds no error: all ranks call it."""
         self.model.settle()
         if saved:
             self.check_copies()
-        made, tp = [], self.model.mesh.weights
+        pieces, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
             if saved and ((dim is None and tp.rank > 0) or self.elsewhere(name)):
@@ -205,12 +203,12 @@ class Optimizer:
                     offsets = [a + b for a, b in zip(first, (row, column)[-len(shape):], strict=True)]
                     for prefix, flat in self.states().items():
                         box = flat[at:at + rows * columns].view((rows, columns)[-len(shape):])
-                        made.append(Piece(f"{prefix}.{name}", shape, tuple(offsets), box))
+                        pieces.append(Piece(f"{prefix}.{name}", shape, tuple(offsets), box))
                     at += rows * columns
-        return made
+        return pieces
 
     def view(self, tensors: list[torch.Tensor], k: int, r: Range) -> torch.Tensor:
-        """Range r of the k-th of `tensors`, which are of what this rank owns of each bucket."""
+        """Cuts Range r out of the k-th of `tensors`, each of which is what this rank owns of a bucket."""
         return tensors[k][r.start - self.own[k].start:r.end - self.own[k].start]
 
     # --- steps of the schedule: memo/schedule/states.py, and of layers that come program.py ---
@@ -248,8 +246,7 @@ class Optimizer:
         return self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k])
 
     def bring_weights(self, k: int) -> None:
-        """Makes this rank's part of bucket k's parameters that of the master weights; of a bucket that comes
-        also all other parts."""
+        """Copies master weights to this rank's part of bucket k; gathers the rest where the bucket comes."""
         if self.staging is not None:
             self.staging.fetch(self.own[k], self.parts[k])
         else:
@@ -276,8 +273,7 @@ class Optimizer:
         self.model.bucket_grads[k].zero_()
 
     def complete(self, k: int) -> None:
-        """Adds to the sums of bucket k's gradients those of another stage that holds the same matrix, and
-        notes what the norm needs of them."""
+        """Adds another stage's gradients of the same matrix to bucket k's, and notes what the norm needs."""
         for r in self.tied if k == 0 else ():  # both ends get the same bits, and step alike
             self.model.mesh.tied.sum(self.view(self.grads, 0, r))
         square = self.squares[k].zero_()
@@ -285,7 +281,7 @@ class Optimizer:
             square += square_sum(self.view(self.grads, k, r))
 
     def bring_scale(self) -> None:
-        """Copies to the host what gradients are divided by, and those of what all tp ranks hold."""
+        """Copies `scale` to the host, and the gradients of what all tp ranks hold."""
         assert self.staging is not None
         last = [(r.at, g) for shared in self.shared for r, g in shared]
         self.staging.down(*last, (len(self.staging.grads), self.scale))
@@ -293,8 +289,8 @@ class Optimizer:
     # --- the end of a step ---
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Completes the gradients -> their global norm. The step() that follows scales them to a norm of at
-        most `max_norm` (0: leaves them)."""
+        """Completes the gradients -> their norm. step() scales them to at most `max_norm` (0: leaves
+        them)."""
         states = self.model.states
         assert self.model.complete or not (states.reduces or states.on_host), "backward(last=True) is missing"
         self.max_norm = max_norm
@@ -319,8 +315,7 @@ class Optimizer:
             self.scale.copy_(((self.norm + 1e-6) / max_norm).clamp(min=1.0))
 
     def step(self, lr: float) -> None:
-        """Takes one AdamW step at learning rate `lr`; the model's parameters follow, and its gradients are
-        zero again. On the host the step may still be under way."""
+        """Steps AdamW; parameters follow, gradients are zero. On the host it may still be under way."""
         self.lr = lr
         self.model.follow(self.model.swap.passes.update)
 
@@ -337,7 +332,7 @@ class Optimizer:
             self.model.bucket_grads[k].zero_()
 
     def put(self, k: int) -> None:
-        """Puts this rank's part of bucket k's master weights where the parameters come from, or into them."""
+        """Copies bucket k's master weights to its parameters, or to where these come from."""
         own = self.own[k]
         if self.staging is not None:
             self.staging.stage(own, self.master[own.shard])

@@ -13,7 +13,8 @@ from memo.keys import shown
 
 
 def code() -> dict[str, str]:
-    """The code of this process: memo's version with 16 digits of the sha256 of its own files, and torch's."""
+    """Describes this process's code: memo's version, 16 digits of the sha256 of its files, torch's
+    version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py")
     for path in sorted(path for name in names for path in root.glob(name)):
@@ -22,12 +23,12 @@ def code() -> dict[str, str]:
 
 
 def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
-    """{name: both values} of what differs from what it was, where that is known. Of data that an older memo
-    has prepared the first half of the fingerprint is known."""
-    told = {}
+    """Finds {name: both values} of what differs from what it was, where that is known: of data that an older
+    memo has prepared, the first half of the fingerprint."""
+    changed = {}
     for name, value in now.items():
         before = was.get(name, value)
         half = name.endswith(" data") and 16 in (len(value), len(str(before)))
         if (value[:16] != str(before)[:16]) if half else value != before:
-            told[name] = f"{name}={shown(value)}, was {shown(before)}"
-    return told
+            changed[name] = f"{name}={shown(value)}, was {shown(before)}"
+    return changed

@@ -43,20 +43,20 @@ def lock(out: Path, owner: str) -> IO:
 
 
 def rescues(out: Path) -> tuple[str, list[Path]]:
-    """How the names of temporary folders begin that hold what could not be saved in `out`, and the folders,
-    the newest first, without those where a run has gone on."""
-    start, found = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
+    """Finds how the names of temporary folders begin that hold what could not be saved in `out`, and these
+    folders, the newest first, but for those where a run has gone on."""
+    start, folders = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
-            there = folder.lstat()
-            if there.st_uid == os.getuid() and not (folder / LOCK).exists():
-                found.append((there.st_mtime_ns, folder))
-    return start, [folder for _, folder in sorted(found, reverse=True)]
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and not (folder / LOCK).exists():
+                folders.append((status.st_mtime_ns, folder))
+    return start, [folder for _, folder in sorted(folders, reverse=True)]
 
 
 def is_locked(out: Path, file: IO) -> bool:
-    """Whether the open lock `file` is still the one in `out`: somebody may have removed the folder. A network
-    disk that does not answer has not lost it."""
+    """Says whether the open lock `file` is still the one in `out`: somebody may have removed the folder. A
+    network disk that does not answer has not lost it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
     except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ def is_locked(out: Path, file: IO) -> bool:
 
 
 def check_shared(out: Path, owner: str) -> None:
-    """Errors: `out` is another folder here than the one that rank 0 locked for `owner`."""
+    """Raises ConfigError where `out` is another folder here than the one that rank 0 locked for `owner`."""
     for _ in range(20):
         with contextlib.suppress(OSError, ValueError):
             if read_text(out / LOCK) == owner:

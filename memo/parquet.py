@@ -51,7 +51,7 @@ def send(path: str, column: str) -> None:
 
 
 def read_texts(path: str, column: str) -> Iterator[bytes]:
-    """As parquet_texts(), in this process. Errors: ConfigError; what the library raises."""
+    """Reads parquet_texts() in this process. Errors: ConfigError; what the library raises."""
     import pyarrow.parquet  # takes half a second: only where it is needed
     limit_process(os.stat(path).st_size)
     file, more = pyarrow.parquet.ParquetFile(path, buffer_size=2**16), "give another --text_key"

@@ -15,12 +15,11 @@ ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.
 LINE = "#5a5f68"
 LOOKS = {"forward": "forward", "backward": "backward", "recompute": "recompute", "sweep": "recompute"}
 
-
 Colour = tuple[float, ...]  # RGB
 
 
 class Bar(NamedTuple):
-    """A rectangle of the picture."""
+    """Describes a rectangle of the picture."""
 
     stage: int
     row: str
@@ -31,7 +30,7 @@ class Bar(NamedTuple):
 
 
 def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
-    """List what a stage computes and copies of N subsequences, and its stalls. Rows that it computes for
+    """Lists what a stage computes and copies of N subsequences, and its stalls. Rows that it computes for
     another stage have that one's subsequence: their units' numbers count on by N for each stage."""
     bars = []
     for s in spans:
@@ -46,14 +45,14 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
 
 
 def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
-    """Computing of one look, of one subsequence, without a pause: layers as one bar."""
+    """Joins computing of one look, of one subsequence, without a pause: layers become one bar."""
     computing = (bar for bar in bars if bar.row == "compute" and bar.look != "others")
     runs = [[*run] for _, run in groupby(computing, key=lambda bar: bar[:4])]
     return [run[0]._replace(end_s=run[-1].end_s) for run in runs]
 
 
 def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:
-    """A bar's colour. `shades`: of each subsequence."""
+    """Picks a bar's colour. `shades`: of each subsequence."""
     if bar.look in ("stall", "others"):
         return RED if bar.look == "stall" else GREY
     shade = shades[bar.subsequence]
@@ -61,11 +60,11 @@ def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:
 
 
 def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
-    """A thin line for each message, from when it is sent to when it is there."""
+    """Draws a thin line for each message, from when it is sent to when it is there."""
     lines = []
-    for k, (here, there) in enumerate(pairwise(stages)):
+    for k, (stage, other) in enumerate(pairwise(stages)):
         below, above = ROWS["compute"][0] - k, -k - 1
-        on, back = sent_and_received(here, there), sent_and_received(there, here, " gradient")
+        on, back = sent_and_received(stage, other), sent_and_received(other, stage, " gradient")
         lines += [[(sent.start_s, below), (received.end_s, above)] for sent, received in on]
         lines += [[(sent.start_s, above), (received.end_s, below)] for sent, received in back]
     from matplotlib.collections import LineCollection
@@ -73,7 +72,7 @@ def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
 
 
 def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
-    """All rectangles, those of a look and colour as one collection."""
+    """Draws all rectangles, those of a look and colour as one collection."""
     alike = defaultdict[tuple, list](list)
     for bar in bars:
         low, height = ROWS[bar.row]
@@ -85,7 +84,7 @@ def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
 
 
 def draw_numbers(ax: Drawn, bars: Sequence[Bar], length: float, N: int) -> None:
-    """The subsequences' numbers, where there is room."""
+    """Draws the subsequences' numbers, where there is room."""
     for run in without_pauses(bars):
         number, width = str(run.subsequence), run.end_s - run.start_s
         if run.look in ("forward", "backward") and width > 0.008 * len(number) * length:
@@ -96,7 +95,7 @@ def draw_numbers(ax: Drawn, bars: Sequence[Bar], length: float, N: int) -> None:
 
 
 def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Colour) -> dict[str, Drawn]:
-    """{name: the handle of what looks like that}. `looks`: those that there are."""
+    """Makes the legend, {name: handle}, of the `looks` that there are."""
     stall = sum(map(stall_s, stages)) / len(stages)
     bubble = max(map(length_s, stages)) - sum(map(busy_s, stages)) / len(stages)
     share = bubble / (max(map(length_s, stages)) - bubble - stall)
@@ -111,9 +110,9 @@ def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Colour) 
 
 
 def pipeline(stages: Sequence[Sequence[Span]], N: int, png_path: str | Path, title: str) -> None:
-    """Draw a PNG of the spans of all stages, on one clock: for each stage what it computes, coloured by which
-    of the N subsequences that is, and below that its copies to the host and back. What is white in the upper
-    row is the bubble: nothing to compute yet, or no more."""
+    """Draws a PNG of the spans of all stages, on one clock: for each what it computes, coloured by the
+    subsequence of N, and below its copies to the host and back. What is white in the upper row is the bubble:
+    nothing to compute yet, or no more."""
     bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans, N)]
     looks = {bar.look for bar in bars}
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)

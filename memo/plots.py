@@ -21,14 +21,13 @@ KINDS = {"forward": PALE, "recompute": ORANGE, "sweep": ORANGE, "backward": BLUE
          "prefetch": GREEN, "gradients": GREEN, "stall": RED}
 STREAMS = ("compute", "offload", "prefetch", "send", "receive")  # the last two of stages
 STYLE = {"figure.dpi": 130, "figure.constrained_layout.use": True, "axes.spines.top": False,
-         "axes.spines.right": False, "legend.frameon": False,
-         "text.parse_math": False}  # a title may hold a $
+         "axes.spines.right": False, "legend.frameon": False, "text.parse_math": False}  # titles may hold a $
 
 Drawn = Any  # whatever matplotlib has made
 
 
 def pyplot() -> Drawn:
-    """matplotlib.pyplot, which takes a second to import: only when there is a picture to draw."""
+    """Imports matplotlib.pyplot, which takes a second: only when there is a picture to draw."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -37,7 +36,8 @@ def pyplot() -> Drawn:
 
 @contextmanager
 def picture(path: str | Path, *grid: int, **how: object) -> Iterator[tuple[Drawn, Drawn]]:
-    """Yield pyplot.subplots()'s (figure, axes). Then the figure is written to `path`, as replacing() does."""
+    """Yields pyplot.subplots()'s (figure, axes). Then the figure is written to `path`, as replacing()
+    does."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         fig, axes = plt.subplots(*grid, **how)
@@ -50,7 +50,7 @@ def picture(path: str | Path, *grid: int, **how: object) -> Iterator[tuple[Drawn
 
 
 def plain(ax: Drawn) -> None:
-    """A pale grid, and no frame above and on the right."""
+    """Draws a pale grid, and no frame above and on the right."""
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -74,7 +74,7 @@ def draw_boxes(ax: Drawn, boxes: Sequence[tuple[float, float, float, float]], **
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Each value replaced by that of a straight line fitted to its neighbours: on either side a quarter as
+    """Replaces each value by that of a straight line fitted to its neighbours: on either side a quarter as
     many as are before it, 2 to 50. So the curve does not lag where values fall, and is smooth elsewhere."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
@@ -91,7 +91,7 @@ def smooth(values: Sequence[float]) -> np.ndarray:
 
 
 def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: int) -> None:
-    """Loss, validation loss and tokens/s of the `rows` of a metrics.jsonl against the steps, as a PNG."""
+    """Draws loss, validation loss and tokens/s of a metrics.jsonl's `rows` against the steps, as a PNG."""
     steps = [r["iter"] for r in rows]
     losses = [r["loss"] for r in rows]
     smoothed, guess = smooth(losses), math.log(vocab_size)
@@ -114,8 +114,8 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: Sequence[Span], json_path: Path, png_path: str | Path, title: str) -> None:
-    """Draw one step's spans (memo/schedule/streams.py): as a Chrome trace, which Perfetto opens, and as a PNG
-    with a row for each stream that has some. Red is the time that compute waited for copies."""
+    """Draws one step's spans (memo/schedule/streams.py): as a Chrome trace, which Perfetto opens, and as a
+    PNG with a row for each stream that has some. Red is the time that compute waited for copies."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
     streams = {s.stream for s in shown}
     rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]
@@ -156,8 +156,7 @@ SPARE = ("#c26a8d", "#4f9d9d", "#a0793d", "#6b7a3a")  # for kinds with a name of
 
 
 class Rectangle(NamedTuple):
-    """What is drawn of a tensor or of reserved memory: from request number `start` to `stop`, at these
-    bytes."""
+    """Describes what is drawn of memory: from request number `start` to `stop`, at these bytes."""
 
     start: float
     stop: float
@@ -176,14 +175,13 @@ def segment_kind(segment: str) -> str:
 
 
 def planned_rectangles(trace: Trace, plan: Plan) -> list[Rectangle]:
-    """Lists the Rectangles of a Plan of the Trace: where its tensors lie in the arena, without what the plan
-    leaves to torch."""
+    """Lists the Rectangles of a Plan of the Trace, without tensors that it leaves to torch."""
     return [Rectangle(r.lower, r.upper, plan.segments[r.segment][r.k][1], r.bytes, segment_kind(r.segment))
             for r in requests_of(trace)[0] if r.planned]
 
 
 def scale(nbytes: int) -> tuple[int, str]:
-    """The unit to print so many bytes in: (its bytes, its name)."""
+    """Picks the unit to print so many bytes in: (its bytes, its name)."""
     return next(((2**p, name) for p, name in ((30, "GiB"), (20, "MiB")) if nbytes >= 2**p), (2**10, "KiB"))
 
 
@@ -194,7 +192,6 @@ def size_text(nbytes: int) -> str:
 
 def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
          edge: str) -> None:
-    """Draws rectangles."""
     boxes = [(r.start, r.stop, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles]
     thin, low = ax.get_xlim()[1] / 400, ax.get_ylim()[1] / 100  # an edge would hide it
     edges = [edge if right - left > thin and top - bottom > low else colour
@@ -203,15 +200,15 @@ def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, lin
 
 
 def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[Rectangle]:
-    """Rectangles of a step, with the numbers of segments in the place of request numbers. `begins`: at which
-    request of the step each segment begins, and the last one ends."""
+    """Converts request numbers of a step's rectangles to numbers of segments. `begins`: the request where
+    each segment begins, and the last one ends."""
     at, to = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
               for end in ("start", "stop"))
     return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
 
 
 def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
-    """A tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
+    """Draws a tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
     kinds = [segment_kind(label) for label in labels]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind in TICKS]
     ax.set(xlabel="segments of the step, each as wide as the others", xticks=firsts,
@@ -221,9 +218,9 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
 
 
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
-    """Draws the tensors of a step, address against time, where the Plan puts them. Below stand `others`,
-    where another allocator does, on the same scale but up to 4 times as high. Tensors that the plan leaves
-    to torch are in none. Errors: ValueError: the trace requests no tensor that a plan may have."""
+    """Draws a step's tensors, address against time, where the Plan puts them, and below where `others`, other
+    allocators, do, on the same scale but up to 4 times as high. Tensors that the plan leaves to torch are in
+    none. Errors: ValueError: the trace requests no tensor that a plan may have."""
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")
@@ -267,13 +264,12 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *oth
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE,
                  "keys": "#b5540a", "key_gradients": "#e8a46a", "stream": "#f3cfa8", "sweep": "#f7e3cd",
-                 "resident": "#c98a5b",
-                 "transient": GREEN, "head": "#8fcfa8", "positions": "#e8c547", "batch": "#c9b458",
-                 "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
+                 "resident": "#c98a5b", "transient": GREEN, "head": "#8fcfa8", "positions": "#e8c547",
+                 "batch": "#c9b458", "communication": GREY, "context": "#d0d3d8", "margin": "#eceef1"}
 
 
 def memory_bars(ax: Drawn, bars: list[Estimate], capacity: float | None) -> None:
-    """A bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
+    """Draws a bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
     gib = 2**30
     base = np.zeros(len(bars))
     for region in dict.fromkeys(line.region for bar in bars for line in bar.lines if line.device_bytes):
@@ -293,7 +289,7 @@ def memory_bars(ax: Drawn, bars: list[Estimate], capacity: float | None) -> None
 
 
 def name_lengths(ax: Drawn, lengths: Sequence[int]) -> None:
-    """Ticks at lengths in tokens, as 4K or 1M, and no others."""
+    """Draws ticks at lengths in tokens, as 4K or 1M, and no others."""
     ax.set_xticks(lengths, [tokens_label(n) for n in lengths])
     ax.set_xticks([], minor=True)
 
@@ -304,50 +300,51 @@ def tokens_label(S: int) -> str:
     return f"{S // 1024}K" if S >= 1024 else str(S)
 
 
-def speed_curve(ax: Drawn, got: Estimate, lengths: list[int], end: int,
+def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], end: int,
                 at: Callable[[int], Estimate | None]) -> None:
-    """MFU, or tokens per second where no peak is known, against the contexts that fit; `got` is marked."""
-    points = [one for S in lengths if (one := at(S)) is not None and one.fits]
+    """Draws MFU, or tokens per second where no peak is known, against the contexts that fit, marking
+    `estimate`."""
+    points = [fitting for S in lengths if (fitting := at(S)) is not None and fitting.fits]
     if not points:
         ax.set_axis_off()
         ax.text(0.5, 0.5, "no context fits", ha="center", color=GREY, transform=ax.transAxes)
         return
-    mfus = [100 * one.mfu for one in points if one.mfu is not None]
-    values = mfus if len(mfus) == len(points) else [one.tgs for one in points]
+    mfus = [100 * fitting.mfu for fitting in points if fitting.mfu is not None]
+    values = mfus if len(mfus) == len(points) else [fitting.tgs for fitting in points]
     if all(values):
-        ax.plot([one.cfg.block_size for one in points], values, "o-", color=BLUE, ms=4, lw=1.5)
+        ax.plot([fitting.cfg.block_size for fitting in points], values, "o-", color=BLUE, ms=4, lw=1.5)
         ax.set(ylabel="MFU, %" if values is mfus else "tokens per second and rank", ylim=(0, None))
-    if values is mfus and got.mfu is not None and got.fits:
-        here = got.cfg.block_size, 100 * got.mfu
-        ax.plot(*here, "o", color=ORANGE, ms=9, zorder=3)
-        note(ax, f"{here[1]:.1f}% at {here[0]:,}", here, "data", ORANGE, (0, -16), "center")
+    if values is mfus and estimate.mfu is not None and estimate.fits:
+        mark = estimate.cfg.block_size, 100 * estimate.mfu
+        ax.plot(*mark, "o", color=ORANGE, ms=9, zorder=3)
+        note(ax, f"{mark[1]:.1f}% at {mark[0]:,}", mark, "data", ORANGE, (0, -16), "center")
     ax.set(xscale="log", xlabel="context, tokens")
     powers = [2**k for k in range(40) if lengths[0] <= 2**k <= end]
     name_lengths(ax, powers[(len(powers) - 1) % 2::2])  # every other one, the last one among them
 
 
-def dry_run(got: Estimate, at: Callable[[int], Estimate | None], most: Estimate | None,
+def dry_run(estimate: Estimate, at: Callable[[int], Estimate | None], most: Estimate | None,
             png_path: str | Path) -> None:
-    """A PNG of an Estimate `got`: its device memory by region, with that of the longest context beside it
-    (`most`, None where there is none); and MFU against the context, from 4K to the longest. at(S) ->
-    Estimate, or None where S cannot be, or does not fit."""
-    cfg, longest = got.cfg, most or got
+    """Draws a PNG of an Estimate: its device memory by region, with that of the longest context beside it
+    (`most`, if any); and MFU against the context, from 4K to the longest. at(S) -> Estimate, or None where S
+    cannot be, or does not fit."""
+    cfg, longest = estimate.cfg, most or estimate
     end, unit = longest.cfg.block_size, cfg.block_multiple
     lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
     with picture(png_path, 1, 2, figsize=(11, 5), width_ratios=(2, 3)) as (fig, (left, right)):
-        memory_bars(left, [got, longest] if end != cfg.block_size else [got], got.capacity)
-        speed_curve(right, got, lengths, end, at)
+        memory_bars(left, [estimate, longest] if end != cfg.block_size else [estimate], estimate.capacity)
+        speed_curve(right, estimate, lengths, end, at)
         for ax in (left, right):
             ax.grid(alpha=0.2, axis="y")
-        fig.suptitle(f"{got.world} x {got.machine.name}, {pp}tp={cfg.tp} cp={cfg.cp} dp={got.dp}, "
-                     f"{cfg.activation}")
+        fig.suptitle(f"{estimate.world} x {estimate.machine.name}, {pp}tp={cfg.tp} cp={cfg.cp} "
+                     f"dp={estimate.dp}, {cfg.activation}")
 
 
 # --- does the long context work? ---
 
 def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, title: str) -> None:
-    """A PNG of the losses of memo/long_context.py: above by position, with those of the same tokens in a
+    """Draws a PNG of memo/long_context.py's losses: above by position, with those of the same tokens in a
     shorter context; below the gain, with its standard error."""
     cut, end = losses.get("cut_length"), losses["end"]
     rows, height, ratios = (2, 6.5, (2, 1)) if cut else (1, 4.5, (1,))
@@ -380,7 +377,7 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
 
 
 def needle_map(needles: dict, png_path: str | Path, title: str) -> None:
-    """A PNG of the needles of memo/long_context.py, depth against length: the fraction of the values' tokens
+    """Draws a PNG of memo/long_context.py's needles, depth against length: the fraction of the values' tokens
     that is found, and what a needle adds to their log-probability."""
     lengths, depths = needles["lengths"], needles["depths"]
     most = max(1.0, np.max(needles["gain"]))

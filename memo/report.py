@@ -66,7 +66,7 @@ def print_first_lines(run: Run) -> None:
 
 
 def title(run: Run) -> str:
-    """The title of a run's pictures."""
+    """Writes the title of a run's pictures."""
     cfg = run.cfg
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
@@ -91,8 +91,8 @@ def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) 
 
 
 def keep_folder(run: Run) -> bool:
-    """Go on in a new folder beside out_dir where that was removed in mid-run, or is another run's -> whether
-    it was. Errors: ConfigError, OSError: there can be none."""
+    """Goes on in a new folder beside out_dir where that was removed in mid-run, or is another run's ->
+    whether it does. Errors: ConfigError, OSError: there can be none."""
     if run.lock is not None and is_locked(run.out, run.lock):
         return False
     before = run.out.absolute()
@@ -128,7 +128,7 @@ def save_plan(run: Run, folder: Path) -> None:
 
 
 def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
-    """work(path) makes the picture `name` in out_dir. The file is named when it is drawn first."""
+    """Draws the picture `name` in out_dir by work(path), and names the file the first time."""
     path = run.out / name
     if run.attempt(name, work, path) and path not in run.drawn:
         run.drawn.add(path)
@@ -155,7 +155,7 @@ def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: in
 
 
 def go_on_with(run: Run, folder: Path) -> str:
-    """The command that resumes from `folder`."""
+    """Writes the command that resumes from `folder`."""
     world = run.mesh.host.size
     several = f"torchrun --nproc_per_node={world}" if run.one_host else "the same torchrun ..."
     start = python() if world == 1 else several
@@ -163,7 +163,7 @@ def go_on_with(run: Run, folder: Path) -> str:
 
 
 def sample_with(run: Run) -> str | None:
-    """The command that generates from the checkpoint, with a prompt of the data; None without words there."""
+    """Writes the command that generates from the checkpoint, with words of the data; None without any."""
     if not (run.out / "tokenizer.json").exists():
         return None
     tokenizer, S = load_tokenizer(run.out / "tokenizer.json"), run.cfg.block_size

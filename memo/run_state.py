@@ -92,8 +92,8 @@ class Run(Decided):
         return f", stage {self.cfg.stage}" * (self.cfg.pp > 1) + f", step {self.step}"
 
     def attempt(self, what: str, work: Callable[..., object], *args: object) -> bool:
-        """Calls work(*args), which is not worth a run, as a picture -> whether it succeeded. A failure is a
-        warning, once a reason. `what`: its name there."""
+        """Calls work(*args), not worth a run -> whether it succeeded. A failure is a warning, once a
+        reason."""
         try:
             work(*args)
             return True

@@ -1,5 +1,4 @@
-"""Generate text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--max_new_tokens=200]
-..."""
+"""Generates text from a checkpoint: python -m memo.sample out_dir --prompt="def main(" [--top_k=200] ..."""
 
 import sys
 from argparse import Namespace
@@ -48,7 +47,7 @@ from model import GPT
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D). Not every kernel takes a
+    """Attends from one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D). Not every kernel takes a
     single query."""
     heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
     out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
@@ -59,7 +58,7 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
 
 
 def open_cache(model: GPT, tokens: int) -> Cache:
-    """Memory for the keys and values of one sequence of so many tokens."""
+    """Takes memory for the keys and values of one sequence of so many tokens."""
     cfg = model.cfg
     shape = 1, tokens, cfg.kv_heads, cfg.head_width
     return [tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
@@ -67,7 +66,7 @@ def open_cache(model: GPT, tokens: int) -> Cache:
 
 
 def prefill(model: GPT, cache: Cache, prompt: list[int]) -> torch.Tensor:
-    """The logits (V,) of the token behind a prompt of several tokens, in fp32; fills the cache."""
+    """Computes the logits (V,), fp32, of the token behind a prompt of several tokens; fills the cache."""
     model.reserve_forward(1, len(prompt))
     ends = [0, *accumulate(model.lengths)]
     for (layer, i), s in model.swap.units.items():
@@ -77,7 +76,7 @@ def prefill(model: GPT, cache: Cache, prompt: list[int]) -> torch.Tensor:
 
 
 def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
-    """The same of one token more. The cache has the keys and values of all positions before."""
+    """Computes the logits (V,), fp32, behind one token more. The cache has all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
     turn = model.rotations_of(positions)
     model.bring(0)
@@ -93,7 +92,7 @@ def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
 
 
 def last_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """(n, C) -> (V,) in fp32, of the last row."""
+    """Computes the logits (V,), fp32, of the last row of x (n, C)."""
     return model.edges.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
 
 
@@ -106,8 +105,7 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
                           f"least 1 each and at most block_size={model.cfg.block_size} together; change "
                           "one of them")
     cache, generator = open_cache(model, length), torch.Generator(model.device).manual_seed(seed)
-    one = len(prompt) == 1  # not every kernel takes a single query
-    logits = None if one else prefill(model, cache, prompt)
+    logits = prefill(model, cache, prompt) if len(prompt) > 1 else None  # see one_query_forward()
     model.reserve_forward(1, 1)
     token = prompt[0]
     for end in range(len(prompt), length):
@@ -117,7 +115,7 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
 
 
 def drawn(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """The id of a token by its logits (V,)."""
+    """Draws the id of a token by its logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:
@@ -127,7 +125,7 @@ def drawn(logits: torch.Tensor, temperature: float, top_k: int | None, generator
 
 
 def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
-    """The model of a checkpoint, for evaluation only."""
+    """Loads the model of a checkpoint, for evaluation only."""
     def read(ckpt: checkpoint.Checkpoint) -> GPT:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", matmul="bf16", tp=1,
@@ -140,7 +138,7 @@ def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -
 
 
 def read_prompt(given: str) -> str:
-    """The text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
+    """Reads the text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
     if not given.startswith("@"):
         return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
     try:
@@ -150,7 +148,7 @@ def read_prompt(given: str) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, special: bool, most: int) -> list[int]:
-    """The ids of a prompt, or where there are more than `most` the first ones, one too many."""
+    """Encodes a prompt, of more than `most` ids only the first ones, one too many."""
     if len(prompt) <= PIECE_CHARS:
         return encode_text(tokenizer, prompt, special)
     pieces = (ids for ids, _ in encode([prompt], tokenizer, 0, special))  # a 0 ends the last one

@@ -152,67 +152,67 @@ class Settings:
 
     @property
     def metp(self) -> bool:
-        """Whether matrices travel between the ranks of tp, not tokens."""
+        """Says whether matrices travel between the ranks of tp, not tokens."""
         return self.tensor_parallel == "metp"
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that share a sequence in attention."""
+        """Counts the ranks that share a sequence in attention."""
         return self.cp * self.tp if self.metp else self.cp
 
     @property
     def kv_heads(self) -> int:
-        """Hkv, heads of keys and values."""
+        """Counts Hkv, the heads of keys and values."""
         return self.n_kv_head or self.n_head
 
     @property
     def head_width(self) -> int:
-        """D, elements of a head."""
+        """Counts D, the elements of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def inner_width(self) -> int:
-        """F, width of the MLP, given or implied by the hidden size."""
+        """Counts F, the width of the MLP, given or implied by the hidden size."""
         C = self.n_embd
         return self.n_inner or (4 * C if self.mlp == "gelu" else -(-8 * C // (3 * 256)) * 256)
 
     @property
     def zigzag(self) -> bool:
-        """Whether a rank holds two chunks of a sequence, an early and a late one."""
+        """Says whether a rank holds two chunks of a sequence, an early and a late one."""
         return (self.cp > 1 and self.context_parallel == "ring") or (self.metp and self.tp > 1)
 
     @property
     def layout_multiple(self) -> int:
-        """Tokens that the ranks can share out: as many for each, and for each of its chunks."""
+        """Counts the tokens that ranks can share out: as many for each, and for each of its chunks."""
         return (2 if self.zigzag else 1) * self.cp * self.tp
 
     @property
     def block_multiple(self) -> int:
-        """What block_size, and each subsequence, must be a multiple of: see config.block_rule()."""
+        """Finds what block_size and each subsequence must be a multiple of: see config.block_rule()."""
         return FP8_MULTIPLE * self.cp * self.tp if self.matmul == "fp8" else self.layout_multiple
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: a multiple of 128 keeps matrix products aligned and divides among ranks."""
+        """Pads to a multiple of 128 rows: they keep matrix products aligned and divide among ranks."""
         return -(-self.vocab_size // 128) * 128
 
     @property
     def finds_alpha(self) -> bool:
-        """Whether the alpha program chooses; otherwise alpha is given, or the mode has none."""
+        """Says whether the alpha program chooses; otherwise alpha is given, or the mode has none."""
         return self.activation == "memo" and self.alpha == "auto"
 
     @property
     def n_subsequences(self) -> int:
-        """N; one where nobody has decided."""
+        """Counts N; one where nobody has decided."""
         return 1 if self.subsequences == "auto" else self.subsequences
 
     def micro_batches(self, dp: int) -> int:
-        """Count a step's micro batches, over all ranks; `dp` of them get others each."""
+        """Counts a step's micro batches, over all ranks; `dp` of them get others each."""
         return dp if self.gradient_accumulation_steps == "auto" else self.gradient_accumulation_steps
 
     @property
     def undecided(self) -> bool:
-        """Whether stages, subsequences or the states' place are left to choose.choose(), for training."""
+        """Says whether choose.choose() is to find stages, subsequences or the states' place, for training."""
         return "auto" in (self.pp, self.subsequences, self.states) or (
             self.subsequences > 1 and "auto" in (self.subsequence_cut, self.unit_order))
 

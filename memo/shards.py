@@ -35,7 +35,7 @@ Chunk.__doc__ = """A stored box of a tensor, and where in which file its zip lie
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """A call of `kind`, the (module, name) of a class or function, and the `state` of what it returns."""
+    """Stands for a call of `kind`, (module, name), and the `state` of its result."""
 
     kind: object
     args: object
@@ -43,7 +43,7 @@ class Made:
 
 
 def parse(data: bytes) -> object:
-    """The value of a pickle; a list of pairs for each dict, and a Made for what would be called. Errors:
+    """Reads the value of a pickle, with a list of pairs for each dict, and a Made for each call. Errors:
     pickle.UnpicklingError: it has an opcode that no checkpoint has, or is damaged."""
     try:
         stack: list = []
@@ -81,7 +81,7 @@ def parse(data: bytes) -> object:
 
 
 def put(name: str, stack: list, taken: list) -> None:
-    """What an opcode does with the values that it has taken from the stack."""
+    """Puts on the stack what an opcode makes of the values that it has taken from there."""
     match name:
         case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" | "STACK_GLOBAL":
             stack.append(tuple(taken))
@@ -108,10 +108,10 @@ def as_kind(value: object, kind: type[T]) -> T:
 
 
 def fields(value: object, module: str, name: str) -> dict[str, object]:
-    """The fields of an object of the class module.name."""
-    made = as_kind(value, Made)
-    state = as_kind(made.state, list)
-    if made.kind != (module, name) or len(state) > MOST_FIELDS:
+    """Takes the fields of an object of the class module.name."""
+    instance = as_kind(value, Made)
+    state = as_kind(instance.state, list)
+    if instance.kind != (module, name) or len(state) > MOST_FIELDS:
         raise pickle.UnpicklingError(f"it must hold a {name} where it holds another object")
     return {as_kind(key, str): inner for key, inner in state}
 
@@ -123,7 +123,7 @@ def count(value: object) -> int:
 
 
 def counts(value: object) -> tuple[int, ...]:
-    """The numbers of a tuple or a torch.Size."""
+    """Takes the numbers of a tuple or a torch.Size."""
     if isinstance(value, Made) and value.kind == ("torch", "Size"):
         value = as_kind(value.args, tuple)[0]
     if len(as_kind(value, tuple)) > MOST_FIELDS:
@@ -132,7 +132,7 @@ def counts(value: object) -> tuple[int, ...]:
 
 
 def read_places(storage: object, files: dict[str, list[int]]) -> dict[tuple, tuple[str, int, int]]:
-    """{(name of a tensor, offsets of a chunk): (file, where it begins there, bytes)}."""
+    """Finds where each chunk lies: {(tensor's name, chunk's offsets): (file, first byte there, bytes)}."""
     places, left = {}, {name: sizes[0] for name, sizes in files.items()}
     for key, value in as_kind(storage, list):
         index, place = fields(key, META, "MetadataIndex"), fields(value, FILES, "_StorageInfo")
@@ -149,7 +149,7 @@ def read_places(storage: object, files: dict[str, list[int]]) -> dict[tuple, tup
 
 def read_chunks(name: str, tensor: dict[str, object],
                 places: dict[tuple, tuple[str, int, int]]) -> list[Chunk]:
-    """The chunks of the tensor `name`, which tile it. Their `places` are taken out: each serves once."""
+    """Takes the chunks of the tensor `name`, which tile it, out of `places`: each place serves once."""
     shape, chunks = counts(tensor["size"]), []
     for value in as_kind(tensor["chunks"], list):
         box = fields(value, META, "ChunkStorageMetadata")
@@ -167,7 +167,7 @@ def read_chunks(name: str, tensor: dict[str, object],
 # --- reading ---
 
 class Reader:
-    """The tensors of a checkpoint. `shapes`: {name: shape}."""
+    """Reads the tensors of a checkpoint. `shapes`: {name: shape}."""
 
     def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
         """`files`: {name: [bytes, ...]} of the checkpoint's own. Errors: UnpicklingError, and any other."""
@@ -202,7 +202,7 @@ class Reader:
 
 
 def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
-    """The tensor of a chunk. Errors: pickle.UnpicklingError: there is no fp32 tensor of its sizes."""
+    """Reads the tensor of a chunk. Errors: pickle.UnpicklingError: there is no fp32 tensor of its sizes."""
     with open(open_file(path / chunk.file), "rb") as file:
         end, places = chunk.start + chunk.nbytes, zip_places(file, chunk)
         match parse(read_at(file, places.get("data.pkl", end), MOST_ZIP_BYTES)):
@@ -224,8 +224,8 @@ def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
 
 
 def zip_places(file: BinaryIO, chunk: Chunk) -> dict[str, int]:
-    """{name: where its bytes begin in the file} of the zip of a chunk, as torch writes it: uncompressed, in
-    one folder, with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
+    """Finds {name: where its bytes begin} in the zip of a chunk, as torch writes it: uncompressed, in one
+    folder, with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
     end, *_, nbytes, at = unpack("<4sQHHIIQQQQ", read_at(file, chunk.start + chunk.nbytes - 98, 56))
     if end != b"PK\6\6" or nbytes > MOST_ZIP_BYTES:
         raise pickle.UnpicklingError("it is no zip of torch")

@@ -22,7 +22,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Interrupted(BaseException):
-    """A signal ends the process while no step is under way."""
+    """Tells that a signal ends the process while no step is under way."""
 
     def __init__(self, number: int) -> None:
         super().__init__("interrupted; what is saved is whole")
@@ -30,19 +30,19 @@ class Interrupted(BaseException):
 
 
 class StepGivenUp(BaseException):
-    """A second signal: the step under way is not to be finished."""
+    """Tells of a second signal: the step under way is not to be finished."""
 
 
 def handle(number: int, handler: Handler) -> None:
-    """signal.signal(), but a signal that this process shall ignore (as under nohup) stays ignored, and one
-    that C code handles, a profiler's, is left to it."""
+    """Sets a signal's handler, but where this process shall ignore it (as under nohup), or C code, a
+    profiler's, handles it."""
     if signal.getsignal(number) not in (signal.SIG_IGN, None):
         signal.signal(number, handler)
 
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Meanwhile handler(number, frame) is called for SIGNALS."""
+    """Calls handler(number, frame) for SIGNALS meanwhile."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for number in SIGNALS:
@@ -59,7 +59,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Meanwhile a signal raises Interrupted, or ends the process where the main thread does not come to that
+    """Raises Interrupted at a signal meanwhile; ends the process where the main thread does not hear of it
     within HEAR_S: it is in C++, perhaps it waits for another rank."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -84,10 +84,9 @@ def interruptible() -> Iterator[None]:
 
 
 class StopSignal:
-    """The handler of signals while a run trains. The first one is only noted in `number`: the step is
-    finished and saved. The second one raises StepGivenUp inside interruptible(): the state before the step is
-    saved. The third one ends the process. With several ranks the second one changes nothing, since all ranks
-    must agree. `quiet`: nothing is printed. `alone`: there is one rank."""
+    """Handles signals while a run trains. The first is noted in `number`: the step is finished and saved. The
+    second raises StepGivenUp inside interruptible(): the state before the step is saved; with several ranks,
+    which must agree, it changes nothing. The third ends the process. `alone`: there is one rank."""
 
     def __init__(self, quiet: bool, alone: bool) -> None:
         self.quiet, self.alone, self.may_give_up = quiet, alone, False
@@ -95,7 +94,7 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Meanwhile weights and optimizer do not change: the step may be given up."""
+        """Lets the step be given up meanwhile: weights and optimizer do not change."""
         self.may_give_up = True
         try:
             yield

@@ -1,8 +1,8 @@
 """The host memory between a model's device and an optimizer on the host: gradients come down, weights go up,
 by steps of the schedule (memo/schedule/states.py; of layers that come for each pass program.py).
 
-One block of page-locked host memory serves both: the weights go up from where their gradients came down;
-but those of layers that come again after their gradients have left, for another micro batch, have their own.
+One block of page-locked memory serves both: weights go up from where their gradients came down; but layers
+that come again, for another micro batch, after their gradients have left have a place of their own.
 Source: ZeRO-Offload (arXiv 2101.06840).
 """
 
@@ -24,8 +24,7 @@ SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not
 
 
 def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
-    """The Layout of a model that is not trained, with the place of its layers' parameters: the host where a
-    GPU has too little room, which is said."""
+    """Lays out a model that is not trained: where a GPU has too little room, on the host, with a warning."""
     needs = dtype.itemsize * parameters(cfg) // cfg.tp
     if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
         return Layout.whole(cfg, states="device")
@@ -35,35 +34,31 @@ def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
 
 
 class HostWeights:
-    """Host memory for the parameters that come, of a model that is not trained: it loads them to there, and
-    they come from there. Errors: OutOfHostMemory."""
+    """Holds in host memory the parameters that come, of a model not trained. Errors: OutOfHostMemory."""
 
     def __init__(self, model: Model) -> None:
         self.model, buckets = model, [model.buckets[k] for k in model.coming]
         begin, end = buckets[0][0], buckets[-1][1]
-        needs, there = model.dtype.itemsize * (end - begin), host_bytes("auto")
-        if needs > there:
-            raise OutOfHostMemory(f"the parameters that come need {needs / 2**30:.4g} GiB of host memory, "
-                                  f"{there / 2**30:.4g} GiB are free; try a larger --tp")
-        self.slab = HostSlab(needs, model.device, model.cfg.pin_memory)
+        needed, free = model.dtype.itemsize * (end - begin), host_bytes("auto")
+        if needed > free:
+            raise OutOfHostMemory(f"the parameters that come need {needed / 2**30:.4g} GiB of host memory, "
+                                  f"{free / 2**30:.4g} GiB are free; try a larger --tp")
+        self.slab = HostSlab(needed, model.device, model.cfg.pin_memory)
         flat = self.slab.bytes.view(model.dtype)
         for k, (start, stop) in zip(model.coming, buckets, strict=True):
             model.loaded[k] = flat[start - begin:stop - begin]
 
     def work_of(self, step: Step) -> tuple:
-        """(function, argument) of a step that brings a layer's parameters."""
+        """Finds (function, argument) of a step that brings a layer's parameters."""
         return self.bring_weights, step.unit.layer + 1
 
     def bring_weights(self, k: int) -> None:
-        """Copies the parameters of bucket k to the device."""
         at = self.model.loaded[k].storage_offset() * self.model.dtype.itemsize
         copy_bytes(self.slab.pairs(at, bytes_of(self.model.bucket_params[k])))
 
 
 class Staging:
-    """Host memory for one shard: `grads` (numel,) in fp32 and `scale` (1,), what clipping divides them by;
-    `nbytes` in all. Errors: OutOfHostMemory.
-    """
+    """Holds `grads` (numel,) of one shard, fp32, and `scale` (1,), their divisor. Errors: OutOfHostMemory."""
 
     def __init__(self, model: Model, numel: int, pin: bool) -> None:
         self.dtype = model.dtype
@@ -74,23 +69,23 @@ class Staging:
         self.apart = model.states.apart
 
     def down(self, *parts: tuple[int, torch.Tensor]) -> None:
-        """Copies each (number of the host's place where it begins, tensor) to the host."""
+        """Copies each tensor of (place, tensor) to the host. `place`: the number there where it begins."""
         for place, t in parts:
             copy_bytes([(host, device) for device, host in self.slab.pairs(4 * place, bytes_of(t))])
 
     def up(self, place: int, t: torch.Tensor) -> None:
-        """Copies to a tensor what lies from that place of the host's on."""
+        """Copies to `t` what the host holds from `place` on."""
         copy_bytes(self.slab.pairs(4 * place, bytes_of(t)))
 
     def weights_at(self, own: Range) -> int:
-        """The first byte on the host of the weights of a bucket's Range."""
+        """Finds the first byte on the host of the weights of a bucket's Range."""
         return self.grads.nbytes + 4 + self.dtype.itemsize * own.at if self.apart else 4 * own.at
 
     def stage(self, own: Range, weights: torch.Tensor) -> None:
-        """Puts `weights`, the masters of a bucket's Range `own`, where they go up from."""
+        """Copies `weights`, the masters of a bucket's Range `own`, to where they go up from."""
         first = self.weights_at(own)
         self.slab.bytes[first:first + self.dtype.itemsize * len(weights)].view(self.dtype).copy_(weights)
 
     def fetch(self, own: Range, part: torch.Tensor) -> None:
-        """Copies what is staged of a bucket's Range `own` to `part`, its parameters on the device."""
+        """Copies what stage() has put there to `part`, the parameters on the device."""
         copy_bytes(self.slab.pairs(self.weights_at(own), bytes_of(part)))

@@ -1,8 +1,7 @@
 """Where a sequence is cut into subsequences. Without torch.
 
-Lengths are multiples of 128 times what the layout needs (cfg.layout_multiple), so that matrix products are
-aligned. Where the sequence is no such multiple, or has fewer of them than subsequences, lengths are multiples
-of what the layout needs alone.
+Lengths are multiples of 128 * cfg.layout_multiple, so that matrix products are aligned; where the sequence is
+no such multiple, or has fewer of them than subsequences, of cfg.block_multiple.
 """
 
 from bisect import bisect_left
@@ -16,9 +15,8 @@ ALIGNED = 128  # multiples of what the layout needs
 
 
 def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
-    """The tokens of each subsequence of a sequence of S tokens, a multiple of cfg.block_multiple (default:
-    block_size). A sequence of another length may have fewer: none is then shorter than 128 times what the
-    layout needs."""
+    """Counts the tokens of each subsequence of S, a multiple of cfg.block_multiple (default: block_size). A
+    sequence of another length may have fewer: none is then shorter than 128 * cfg.layout_multiple."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.layout_multiple
     N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
@@ -31,9 +29,9 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
 
 
 def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:
-    """Of each subsequence the tokens of its slices, one after the other: each is dealt by itself to the ranks
-    that share a sequence. A slice ends where rows end that a stage computes for another one: so what comes
-    before them in a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
+    """Counts each subsequence's tokens by slices: each slice is dealt by itself to the ranks that share a
+    sequence. A slice ends where rows end that a stage computes for another one: so what comes before them in
+    a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
     lengths = subsequence_lengths(cfg, S)
     if cfg.token_ranks == 1 or S not in (None, cfg.block_size):
         return [(n,) for n in lengths]
@@ -41,19 +39,18 @@ def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:
     for piece in cfg.shares:
         ends[piece.subsequence] |= {rows * cfg.cp * cfg.tp // cfg.batch_size
                                     for rows in (piece.first, piece.end)}
-    return [tuple(end - first for first, end in pairwise(sorted({0} | here))) for here in ends]
+    return [tuple(end - first for first, end in pairwise(sorted({0} | inner))) for inner in ends]
 
 
 def unit_rows(cfg: Layout, B: int, T: int) -> tuple[int, ...]:
-    """Counts a rank's own rows of each subsequence, of B sequences of which a rank of cp holds T tokens
-    each."""
+    """Counts a rank's own rows of each subsequence, of B sequences with T tokens on a rank of cp."""
     return tuple(B * n // (cfg.cp * cfg.tp) for n in subsequence_lengths(cfg, T * cfg.cp))
 
 
 @lru_cache(512)  # configs that differ in other keys alone have the same
 def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> list[int]:
-    """`count` multiples dealt to N subsequences: each ends as near as that goes to an equal part of the FLOPs
-    of a layer's forward, layer_forward_terms(), and has at least one."""
+    """Deals `count` multiples to N subsequences: each ends as near as may be to an equal part of the FLOPs of
+    a layer's forward, layer_forward_terms(), and has at least one."""
     def flops(k: int) -> int:  # asked for thousands of times
         return N * (linear + square * multiple * k) * multiple * k
     ends = [0]
@@ -66,7 +63,7 @@ def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> 
 
 
 def pipeline_line(cfg: Layout) -> str:
-    """The layers of each stage, and how long the stages wait for each other; empty where there is one."""
+    """Describes the layers of each stage, and how long stages wait for each other; "" for one stage."""
     if cfg.pp == 1:
         return ""
     N = len(subsequence_lengths(cfg))
@@ -76,7 +73,7 @@ def pipeline_line(cfg: Layout) -> str:
 
 
 def subsequences_line(cfg: Layout, chosen: str = "") -> str:
-    """What a sequence is cut into, and in which order the units run; empty where it is not cut. `chosen`:
+    """Describes how a sequence is cut, and in which order the units run; "" where it is not cut. `chosen`:
     why, where the number was chosen."""
     lengths, why = subsequence_lengths(cfg), f": {chosen}" * bool(chosen)
     if len(lengths) == 1:

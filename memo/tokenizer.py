@@ -35,7 +35,7 @@ RUNS = "".join(sign * 1000 for sign in "a0 .\né中")  # expressions may be slow
 
 
 class OtherForm(ConfigError):
-    """A tokenizer in a form that memo does not read."""
+    """Tells of a tokenizer in a form that memo does not read."""
 
     def __init__(self, folder: Path, what: str) -> None:
         super().__init__(f"tokenizer={folder} holds {what}, a form that memo does not read; transformers' "
@@ -46,7 +46,7 @@ class OtherForm(ConfigError):
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Meanwhile there is no stderr: of some errors the library prints more than it raises."""
+    """Closes stderr meanwhile: of some errors the library prints more than it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -58,7 +58,7 @@ def no_stderr() -> Iterator[None]:
 
 
 def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
-    """A tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
+    """Makes a tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,13 +66,13 @@ def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
 
 
 def growth(part: object) -> int:
-    """How many times as long these parts of a tokenizer.json may make a text, up to 1 + MOST_GROWTH."""
+    """Bounds how many times as long parts of a tokenizer.json may make a text, up to 1 + MOST_GROWTH."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     times = 1
     if isinstance(part, dict) and part.get("type") in ("Replace", "Prepend"):
-        pattern, made = part.get("pattern"), str(part.get("content", part.get("prepend")))
-        found = str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
-        times = -(-len(made) // len(found)) if found else 1 + len(made)  # an expression may find nothing
+        pattern, output = part.get("pattern"), str(part.get("content", part.get("prepend")))
+        matched = str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
+        times = -(-len(output) // len(matched)) if matched else 1 + len(output)  # an expression may match ""
     elif isinstance(part, dict):
         times = {"ByteLevel": 2, "Precompiled": 16}.get(str(part.get("type")), 1)
     for other in inner:
@@ -81,10 +81,10 @@ def growth(part: object) -> int:
 
 
 def tokenizer_of(text: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json's text. Errors: ValueError."""
-    whole = parse_json(text, math.inf)  # tried out within limits
-    model = whole.pop("model", None)
-    if growth([*whole.values()]) > MOST_GROWTH:
+    """Makes the tokenizer of a tokenizer.json's text. Errors: ValueError."""
+    parts = parse_json(text, math.inf)  # tried out within limits
+    model = parts.pop("model", None)
+    if growth([*parts.values()]) > MOST_GROWTH:
         raise ValueError(f"it may make a text more than {MOST_GROWTH} times as long")
     # the library aborts on merges without such a prefix; with dropout a text has other ids each time
     for name in ("continuing_subword_prefix", "dropout"):
@@ -94,13 +94,13 @@ def tokenizer_of(text: str) -> Tokenizer:
 
 
 def said_in(folder: Path, *names: str) -> JsonObject:
-    """The fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
+    """Reads the fields of these JSON files in `folder`, as far as they are there. Errors: ConfigError."""
     said = [load_json(folder / name, "mend or remove it") for name in names if (folder / name).is_file()]
     return {key: value for file in said for key, value in file.items() if value is not None}
 
 
 def content(token: Json) -> str | None:
-    """The text of a token in these files: a text, or an object with its content."""
+    """Reads the text of a token in these files: a text, or an object with its content."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
@@ -119,7 +119,7 @@ def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
 
 
 def folder_of(path: Path) -> Path | None:
-    """The folder whose files tell of the tokenizer at `path`. A file under another name stands alone."""
+    """Finds the folder whose files tell of the tokenizer at `path`. Other names stand alone."""
     return path if path.is_dir() else path.parent if path.name == TOKENIZER else None
 
 
@@ -138,14 +138,14 @@ def gpt2_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
-    """As find_tokenizer(), with whatever the library raises."""
+    """Reads a tokenizer for find_tokenizer(), and raises whatever the library raises."""
     folder, file = folder_of(path), path / TOKENIZER if path.is_dir() else path
     if file.is_file():
         tokenizer = tokenizer_of(read_text(file, MOST_CHARS))
     elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         tokenizer = gpt2_tokenizer(path)
-    elif found := sorted(other.name for form in OTHER_FORMS for other in path.glob(form)):
-        raise OtherForm(path, found[0])
+    elif others := sorted(other.name for form in OTHER_FORMS for other in path.glob(form)):
+        raise OtherForm(path, others[0])
     else:
         return None
     told = [(i, token) for i, token in (told_tokens(folder) if folder else ())
@@ -176,7 +176,7 @@ def try_out(path: str) -> None:
 
 
 def check_work(path: Path) -> None:
-    """Errors: ValueError: in a process of its own, the tokenizer at `path` is not read within bounds."""
+    """Reads the tokenizer at `path` in a process of its own. Errors: ValueError: not within bounds."""
     done = subprocess.run(files.command_of("memo.tokenizer", "try_out", str(path)), stdin=subprocess.DEVNULL,
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
@@ -187,15 +187,15 @@ def check_work(path: Path) -> None:
 
 
 def refuse(e: BaseException, what: str) -> NoReturn:
-    """Raise a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
+    """Raises a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
     if isinstance(e, ConfigError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
         raise e  # a signal, say
     raise ConfigError(f"{what} ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads the tokenizer of a tokenizer.json or of a folder, in whatever form it lies there; it neither cuts
-    nor pads. None where there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
+    """Reads the tokenizer of a tokenizer.json or of a folder, in whatever form; it neither cuts nor pads.
+    None where there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
     try:
         with no_stderr():
             check_work(Path(path))
@@ -206,7 +206,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """As find_tokenizer(). Errors: ConfigError: also where there is none."""
+    """Reads a tokenizer like find_tokenizer(). Errors: ConfigError: also where there is none."""
     if tokenizer := find_tokenizer(path):
         return tokenizer
     raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with GPT-2's "
@@ -216,7 +216,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 # --- its ids ---
 
 def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> list[int]:
-    """The ids of a text, by the one rule."""
+    """Encodes a text, by the one rule."""
     tokenizer.encode_special_tokens = not parse_special
     try:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -225,33 +225,33 @@ def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) ->
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
-    """One more than the tokenizer's largest id."""
+    """Counts one more than the tokenizer's largest id."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def check_vocab_size(tokenizer: Tokenizer, where: str | Path, vocab_size: int) -> None:
-    """Errors: ConfigError: the tokenizer of `where` has more tokens than its model. Fewer are usual."""
+    """Raises ConfigError where a tokenizer has more tokens than its model. Fewer are usual."""
     if (n := tokenizer_vocab_size(tokenizer)) > vocab_size:
         raise ConfigError(f"{where}: the tokenizer has {n} tokens, must have at most the model's "
                           f"vocab_size={vocab_size}; put the model's own tokenizer.json there")
 
 
 def what_decides(tokenizer: Tokenizer) -> list[Json]:
-    """All that decides on the ids of a text: two tokenizers of which it is the same give the same ids."""
+    """Lists all that decides on the ids of a text: tokenizers that are equal in it give the same ids."""
     def bare(part: dict) -> dict:  # without what says nothing
         return {k: v for k, v in part.items()
                 if v is not None and v is not False and v != "" and k != "trim_offsets"}
-    whole = json.loads(tokenizer.to_str(), object_hook=bare)
-    if "normalizer" not in whole:
-        for token in whole["added_tokens"]:
+    parts = json.loads(tokenizer.to_str(), object_hook=bare)
+    if "normalizer" not in parts:
+        for token in parts["added_tokens"]:
             token.pop("normalized", None)
-    return [whole.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+    return [parts.get(part) for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
 
 
 # --- the end of a document ---
 
 def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """The end tokens that the files of a model, run or dataset name: one, as a rule. Errors: ConfigError."""
+    """Lists the end tokens that a model's, run's or dataset's files name, mostly one. Errors: ConfigError."""
     if end := content(said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG).get("eos_token")):
         return [end]
     for name in ("meta.json", "config.json", "generation_config.json"):
@@ -266,7 +266,7 @@ def stated_ends(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def chat_templates(folder: Path) -> str:
-    """The texts of the chat templates in `folder`. Errors: ConfigError: also where they are too long."""
+    """Reads the texts of chat templates in `folder`. Errors: ConfigError: also where they are too long."""
     said = [said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json")]
     texts = [json.dumps(said, ensure_ascii=False)]
     for part in (*folder.glob("*.jinja"), *folder.glob("*/*.jinja")):
@@ -279,8 +279,8 @@ def chat_templates(folder: Path) -> str:
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:
     """Chooses the token that ends every document: the one `given`, else what the files beside the tokenizer
-    at `path` name, else the one of ENDS that is special. Errors: ConfigError: there is none, there are
-    several, or it ends the turns of a chat."""
+    at `path` name, else the special one of ENDS. Errors: ConfigError: none, several, or a chat's end of
+    turn."""
     added = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
     known = [token for token in ENDS if added.get(token)]
     folder = folder_of(Path(path)) if path else None

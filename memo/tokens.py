@@ -1,9 +1,5 @@
-"""From documents to a dataset folder: train.bin, val.bin (token ids, nothing else),
-tokenizer.json, meta.json.
-
-The one home of writing that format; memo/batch.py reads it. meta.json comes last: a folder without one
-is no dataset.
-"""
+"""From documents to a dataset folder: train.bin, val.bin (token ids only), tokenizer.json, and at last
+meta.json: a folder without one is no dataset. memo/batch.py reads that format."""
 
 import hashlib
 import itertools
@@ -55,7 +51,7 @@ MayCut = Callable[[str, str, str], bool]
 # --- a tokenizer of one's own ---
 
 def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` tokens, with <|endoftext|>. Errors: ConfigError."""
+    """Trains a byte-level BPE of at most `vocab_size` tokens, with <|endoftext|>. Errors: ConfigError."""
     check_value(option("vocab_size", int, **VOCAB_SIZE), vocab_size)
     tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[ENDS[0]],
@@ -76,7 +72,7 @@ def train_tokenizer(documents: Iterable, vocab_size: int) -> Tokenizer:
 
 
 def short_words(text: str) -> Iterator[str]:
-    """The text in parts without the long words that training cannot bear."""
+    """Cuts the text so that no part has a long word, which training cannot bear."""
     ends = [0, *(word.end() for word in LONG_WORD.finditer(text)), len(text)]
     return (text[start:end] for start, end in itertools.pairwise(ends))
 
@@ -84,7 +80,7 @@ def short_words(text: str) -> Iterator[str]:
 # --- documents to ids ---
 
 def find_cut(text: str, first: int, end: int, may_cut: MayCut) -> re.Match | None:
-    """The first place between characters `first` and `end`, of some that are tried, where `may_cut` holds."""
+    """Finds the first place between `first` and `end`, of some that are tried, where `may_cut` holds."""
     for kind in CUTS:
         for start in range(first, end, (end - first) // 4 + 1):
             if not (cut := kind.search(text, start, end)):
@@ -96,10 +92,10 @@ def find_cut(text: str, first: int, end: int, may_cut: MayCut) -> re.Match | Non
 
 def document_pieces(document: str | Iterable[str], may_cut: MayCut,
                     chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
-    """Yields (piece, whether it is the document's last), in order. A document is a str, or the strs that it
-    consists of; an empty one has no piece. A piece ends where may_cut(WINDOW characters before it, a space
-    that is left out or nothing, WINDOW characters behind it): behind `chars` characters, or as many more as
-    it takes. Errors: ConfigError: that is too many."""
+    """Yields (piece, is it the document's last?), in order. A document is a str, or the strs that it consists
+    of; an empty one has no piece. A piece ends where may_cut(WINDOW characters before it, a space that is
+    left out or nothing, WINDOW characters behind it): behind `chars` characters, or as many more as it takes.
+    Errors: ConfigError: that is too many."""
     rest, least = "", chars
     for part in [document] if isinstance(document, str) else document:
         rest += part
@@ -133,7 +129,7 @@ def batches(documents: Iterable, may_cut: MayCut) -> Iterator[list[tuple[str, bo
 
 
 def pretokens(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The words into which a tokenizer cuts a text before its model sees them."""
+    """Cuts a text into the words that the tokenizer's model sees."""
     text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     cutter = tokenizer.pre_tokenizer
     return [word for word, _ in cutter.pre_tokenize_str(text)] if cutter else [text]
@@ -141,9 +137,8 @@ def pretokens(tokenizer: Tokenizer, text: str) -> list[str]:
 
 def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: bool = False,
            total_bytes: int | None = None, met: Counter | None = None) -> Iterator[tuple[list[int], bool]]:
-    """Yields (ids, whether they end their document, with the token `end`), in order, encoded on all cores.
-    `total_bytes`, for the bar, may be None. Counts in `met` the tokens in the text that were added to the
-    vocabulary: {whether they are special: number}."""
+    """Yields (ids, do they end their document, with the token `end`?), in order, encoded on all cores.
+    `total_bytes`: for the bar. Counts in `met` the added tokens in the text: {are they special?: number}."""
     met = Counter() if met is None else met
     tokenizer.encode_special_tokens = not parse_special  # a document cannot forge the end of another
     added = tokenizer.get_added_tokens_decoder().values()
@@ -152,7 +147,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
     special = {finder.token_to_id(token.content) for token in added if token.special}
 
     def may_cut(left: str, between: str, right: str) -> bool:
-        """Whether the ids of both sides are those of the whole, also beyond the window."""
+        """Says whether the ids of both sides are those of the whole, also beyond the window."""
         if LONG_RUN.search(left) or LONG_RUN.search(right):
             return False
         texts = left + between + right, left, right
@@ -168,10 +163,10 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
             texts, lasts = zip(*batch, strict=True) if batch else ((), ())
             try:
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-                found = finder.encode_batch_fast(texts)
+                added_ids = finder.encode_batch_fast(texts)
             except BaseException as e:
                 refuse(e, "the tokenizer cannot encode the source")
-            for text, last, encoding, its in zip(texts, lasts, encodings, found, strict=True):
+            for text, last, encoding, its in zip(texts, lasts, encodings, added_ids, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 met.update(i in special for i in its.ids if i)
                 nbytes = len(text.encode())
@@ -183,8 +178,8 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
 
 def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
                  dtype: np.dtype) -> dict[str, dict[str, int]]:
-    """Writes whole documents to train.bin or val.bin: every 20th to val.bin; of fewer than 20 the last one;
-    of a single one its last 20th -> {split: {tokens, documents}}. Errors: ConfigError: it is too short."""
+    """Writes whole documents: every 20th to val.bin, of fewer than 20 the last, of a single one its last 20th
+    -> {split: {tokens, documents}}. Errors: ConfigError: it is too short."""
     counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
     start, done = 0, 0  # where train's last document starts; documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
@@ -211,12 +206,12 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
 
 
 def check_own(out_dir: Path) -> None:
-    """Errors: ConfigError: what has the names of a dataset's files in `out_dir` is not a dataset's."""
-    ours = False
+    """Raises ConfigError where `out_dir` has files with a dataset's names that are not a dataset's."""
+    is_dataset = False
     with suppress(ConfigError):
-        ours = {"dtype", "vocab_size", "counts"} <= load_json(out_dir / "meta.json", "").keys()
+        is_dataset = {"dtype", "vocab_size", "counts"} <= load_json(out_dir / "meta.json", "").keys()
     for path in (out_dir / name for name in DATASET_FILES):
-        if os.path.lexists(path) and (not ours or path.is_symlink() or not path.is_file()):
+        if os.path.lexists(path) and (not is_dataset or path.is_symlink() or not path.is_file()):
             raise ConfigError(f"{path} is not of a dataset that memo has written, and would be replaced; "
                               "choose another --out_dir, or remove it")
 
@@ -225,9 +220,9 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
     """Writes the folder `out_dir` from documents as document_pieces() takes them, but for empty ones -> its
-    meta. `end`: the token that ends each, by default end_of_document()'s. Whatever stops the writing,
-    `out_dir` holds the dataset of before, or none; after a kill between two names files that open_dataset()
-    refuses, and that the next call replaces. Errors: ConfigError: there is no text, or no end token."""
+    meta. `end`: the token that ends each, by default end_of_document()'s. Whatever stops it, `out_dir` holds
+    the old dataset or none; after a kill between two names files that open_dataset() refuses, and that the
+    next call replaces. Errors: ConfigError: there is no text, or no end token."""
     began = time.monotonic()
     out_dir = Path(out_dir)
     check_own(out_dir)
@@ -264,14 +259,14 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     read_as = "which they are" if parse_special else "read as ordinary text (--parse_special)"
     others = f"; {met[False]:,} other added tokens, which stay whole" if met[False] else ""
     print(f"special tokens met in the text: {met[True]:,}, {read_as}{others}")
-    sizes = ", ".join(f"{s} {c['tokens']:,} tokens of {c['documents']:,} "
-                      "documents" for s, c in counts.items())
+    sizes = ", ".join(f"{split} {n['tokens']:,} tokens of {n['documents']:,} documents"
+                      for split, n in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
     return meta
 
 
 def train_with(out_dir: str | Path, meta: dict, block_size: int, *options: str) -> str:
-    """The command that trains on a dataset, with sequences of `block_size` tokens or as many as there are."""
+    """Says how to train on a dataset, with sequences of `block_size` tokens or as many as there are."""
     folder = Path(out_dir).resolve()
     options += (f"--dataset={folder.relative_to(DATA) if folder.is_relative_to(DATA) else out_dir}",)
     if block_size >= (n := min(c["tokens"] for c in meta["counts"].values())):

@@ -13,24 +13,24 @@ box begins in it; `tensor`: a view with the box's shape and values."""
 
 
 def whole(name: str, tensor: torch.Tensor) -> Piece:
-    """A tensor as one Piece."""
+    """Makes one Piece of a tensor."""
     return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def is_finite(t: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
+    """Says whether no value is NaN or infinite."""
     ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
     return all(isfinite(low) and isfinite(high) for low, high in ends)
 
 
 def bucket_views(layout: dict[str, Location], buckets: list[tuple[int, int]],
                  parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """{name: view in the parameter's shape} of `parts`, the flat tensors of the buckets."""
+    """Views `parts`, the flat tensors of the buckets, as parameters -> {name: view in its shape}."""
     starts = {name: buckets[p.bucket][0] for name, p in layout.items()}
     return {name: parts[p.bucket][p.offset - starts[name]:p.end - starts[name]].view(p.shape)
             for name, p in layout.items()}
 
 
 def views(layout: dict[str, Location], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{name: view of `flat` in the parameter's shape}."""
+    """Views `flat` as parameters -> {name: view in its shape}."""
     return {name: flat[p.offset:p.end].view(p.shape) for name, p in layout.items()}

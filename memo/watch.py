@@ -29,37 +29,37 @@ SILENT_S = 3  # a rank that tells nothing new for so long, or for a quarter of t
 
 
 def doing(thread: threading.Thread) -> str:
-    """The line of memo's that a thread is at, and what it calls."""
+    """Names the line of memo's that a thread is at, and what it calls."""
     if (frame := sys._current_frames().get(thread.ident or 0)) is None:
         return "its end"
     name, line = frame.f_code.co_filename, frame.f_lineno or 0
-    mine = (f for f, _ in traceback.walk_stack(frame) if f.f_globals.get("__name__", "").split(".")[0] in OWN)
-    at, code = next(mine, frame), linecache.getline(name, line).strip(" :\n")[:80]
+    own = (f for f, _ in traceback.walk_stack(frame) if f.f_globals.get("__name__", "").split(".")[0] in OWN)
+    at, code = next(own, frame), linecache.getline(name, line).strip(" :\n")[:80]
     return f"{at.f_code.co_filename.rpartition('/')[2]}:{at.f_lineno}, {at.f_code.co_name}: {code}"
 
 
-def verdict(found: dict[int, dict], silent: Collection[int] = ()) -> str:
-    """Which ranks have not come to a message that others have come to, or tell nothing; else where all are.
-    `found`: {rank: the Watch.record() that it told last}."""
+def verdict(records: dict[int, dict], silent: Collection[int] = ()) -> str:
+    """Says which ranks have not come to a message that others have come to, or tell nothing; else where all
+    are. `found`: {rank: the Watch.record() that it told last}."""
     late, early = dict[int, str](), set[int]()
-    alive = [record for rank, record in found.items() if rank not in silent]
-    every = {line for record in found.values() for line in record["came"]}
+    alive = [record for rank, record in records.items() if rank not in silent]
+    every = {line for record in records.values() for line in record["came"]}
     lines = {SAVE} if any(record["trains"] for record in alive) else every
     newest = {next(reversed(record["came"]), "") for record in alive}  # where they wait
     for line in sorted(lines, key=lambda line: (line not in newest, line)):
-        came = {rank: record["came"][line] for rank, record in found.items() if line in record["came"]}
+        came = {rank: record["came"][line] for rank, record in records.items() if line in record["came"]}
         most, kind = max(came.values())
         behind = {rank for rank, (n, _) in came.items() if n < most}
         late = dict.fromkeys(behind, f"has not come to {kind} {most} of {line}, ") | late
         early |= came.keys() - behind if behind else set()
-    named = sorted(silent or late.keys() - early or late or found)[:8]
+    named = sorted(silent or late.keys() - early or late or records)[:8]
     stopped = "says nothing: it is stopped, or its host is"
-    return "; ".join(f"{found[rank]['name']} {late.get(rank, '')}"
-                     f"{stopped if rank in silent else found[rank]['at']}" for rank in named)
+    return "; ".join(f"{records[rank]['name']} {late.get(rank, '')}"
+                     f"{stopped if rank in silent else records[rank]['at']}" for rank in named)
 
 
 class Watch:
-    """Ends this process when nothing happens for the stall_timeout of `run`, a Run, on any of its ranks."""
+    """Ends this process when nothing happens for the stall_timeout of `run` on any of its ranks."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.host, self.over = run, run.mesh.host, threading.Event()
@@ -103,7 +103,7 @@ class Watch:
             warn(f"a hang would not be noticed any more ({type(e).__name__}: {reason(e)})")
 
     def record(self, tick_s: float, limit_s: float) -> dict:
-        """Where this rank is. `still`: how long nothing has happened, in parts of what is allowed."""
+        """Says where this rank is. `still`: how long nothing has happened, in parts of what is allowed."""
         run, came = self.run, dict(CAME)
         saving = next((t for t in threading.enumerate() if t.name == "memo checkpoint"), None)
         launched, done, label = run.model.swap.streams.timeline.newest()
@@ -135,10 +135,11 @@ class Watch:
             self.heard[rank] = told, for_s + tick_s if told == before else 0.0
         if record["still"] < 1:
             return None
-        found = {rank: json.loads(told) or dict(name=f"rank {rank}", at="is not here", still=0, trains=False,
-                                                came={}) for rank, (told, _) in self.heard.items()}
+        records = {rank: json.loads(told) or dict(name=f"rank {rank}", at="is not here", still=0,
+                                                  trains=False, came={})
+                   for rank, (told, _) in self.heard.items()}
         silent = [rank for rank, (_, for_s) in self.heard.items() if for_s > silent_s]
-        goes_on = any(found[rank]["still"] < 1 for rank in found if rank not in silent)
+        goes_on = any(records[rank]["still"] < 1 for rank in records if rank not in silent)
         if goes_on and record["still"] < STEPS:
             return None
-        return verdict(found, silent) if store.add(f"{run} ends", 1) == 1 else ""
+        return verdict(records, silent) if store.add(f"{run} ends", 1) == 1 else ""

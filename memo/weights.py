@@ -1,9 +1,6 @@
-"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters: tensor by tensor, so
-that a few of them are in memory at once.
-
-Where Hugging Face's Llama rotates elements j and j + D/2 of a head, memo rotates its neighbours 2j and
-2j + 1: alike() is the one home of that order.
-"""
+"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters, tensor by tensor: a few
+are in memory at once. Hugging Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j
+and 2j + 1: alike() is the one home of that order."""
 
 import errno
 import json
@@ -35,19 +32,19 @@ COMPARED_ROWS = 2**12  # at once
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
 
 
-def alike(w: Weight, mine: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the same shape, element for element the same weights: `mine`, rows of memo's parameter;
-    `stored`, these rows of transformers' tensor. Rows that rotate are whole heads."""
+def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views `own`, rows of memo's parameter, and `stored`, these rows of transformers' tensor, with the same
+    shape, element for element the same weights. Rows that rotate are whole heads."""
     if w.transposed:
-        return mine, stored.t()
+        return own, stored.t()
     if w.D:
-        return mine.unflatten(0, (-1, w.D // 2, 2)), stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)
-    return mine, stored
+        return own.unflatten(0, (-1, w.D // 2, 2)), stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)
+    return own, stored
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file of safetensors, which is read part by part."""
+    """Reads a tensor in a file of safetensors part by part."""
 
     path: Path
     name: str
@@ -65,7 +62,7 @@ class Stored:
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Errors: ConfigError where a file of weights is damaged."""
+    """Raises ConfigError where a file of weights is damaged."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError, SafetensorError) as e:
@@ -73,7 +70,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """Find the files of weights in `folder` -> {path: the tensors that an index takes from it, None: all}."""
+    """Finds the files of weights -> {path: the tensors that an index takes from it, None: all}."""
     if (folder / WEIGHTS).exists():
         return {folder / WEIGHTS: None}
     if (folder / INDEX).exists():
@@ -92,7 +89,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def tensors_in(path: Path) -> list[Stored]:
-    """List the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
+    """Lists the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
     with read_errors(path):
         with open(open_file(path), "rb") as begin:
             if (n := int.from_bytes(begin.read(8), "little")) > MOST_JSON_CHARS:
@@ -103,45 +100,45 @@ def tensors_in(path: Path) -> list[Stored]:
 
 
 def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
-    """{transformers' name without its prefix: Stored} of all weights in a folder; only headers are read.
-    Errors: ConfigError: one of `cfg` is missing, has another shape or kind, or is not the model's."""
+    """Finds {transformers' name without its prefix: Stored} of all weights; only headers are read. Errors:
+    ConfigError: one of `cfg` is missing, has another shape or kind, or is not the model's."""
     folder, kind = Path(folder), family_of(cfg)
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for path, indexed in weight_files(folder).items():
         for tensor in tensors_in(path):
-            there = tensor.name.removeprefix(FAMILIES[kind].prefix)
-            if there in found:
-                raise ConfigError(f"{folder}: {there:.200} must be there once, not as {found[there]} "
+            name = tensor.name.removeprefix(FAMILIES[kind].prefix)
+            if name in stored:
+                raise ConfigError(f"{folder}: {name:.200} must be there once, not as {stored[name]} "
                                   f"and as {tensor}; {AGAIN}")
-            found[there] = tensor
+            stored[name] = tensor
             indexed = indexed and indexed - {tensor.name}
         if indexed:
             raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
     wanted = {w.there: w for w in weights_of(cfg)}
     wte = weights_of(cfg)[0].there
-    if cfg.tie_embeddings and wte not in found and HEAD in found:  # one matrix, stored under its other name
-        found[wte] = found.pop(HEAD)
-    for name in sorted(found):
+    if cfg.tie_embeddings and wte not in stored and HEAD in stored:  # one matrix, stored under its other name
+        stored[wte] = stored.pop(HEAD)
+    for name in sorted(stored):
         if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
             raise ConfigError(f"{folder}: {name:.200} is not a tensor of a {kind} model with "
                               f"n_layer={cfg.n_layer} as in its {CONFIG}; {GIVE_FOLDER}")
-    for there, w in wanted.items():
-        s: Stored | None = found.get(there)
+    for name, w in wanted.items():
+        s: Stored | None = stored.get(name)
         if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
             s = replace(s, shape=(w.shape[0], *s.shape[1:]))
         if s is None or s.dtype not in FLOATS or s.shape != w.shape:
             what = "missing" if s is None else f"{s.shape} {s.dtype}"
-            raise ConfigError(f"{folder}: {there} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see "
+            raise ConfigError(f"{folder}: {name} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see "
                               f"its {CONFIG}")
-    return found
+    return stored
 
 
 def check_tied_head(folder: Path | str, cfg: Config) -> None:
-    """Errors: ConfigError: a head that is tied to the embedding is in the files too, with other elements."""
-    found = stored_weights(folder, cfg)
-    if not cfg.tie_embeddings or HEAD not in found:
+    """Raises ConfigError where a tied head is in the files too, with other elements than the embedding."""
+    stored = stored_weights(folder, cfg)
+    if not cfg.tie_embeddings or HEAD not in stored:
         return
-    head, wte = found[HEAD], found[weights_of(cfg)[0].there]
+    head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
     same = (head.shape, head.dtype) == (wte.shape, wte.dtype) and all(
         torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
         for k in range(0, head.shape[0], COMPARED_ROWS))
@@ -151,8 +148,8 @@ def check_tied_head(folder: Path | str, cfg: Config) -> None:
 
 
 class HfWeights:
-    """The weights of the model in `folder`, by memo's names, fp32: of every parameter the part that a rank of
-    `ranks`, which share each layer, holds; no more is read. Errors: those of stored_weights()."""
+    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`, which
+    share each layer, and no more. Errors: those of stored_weights()."""
 
     def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
@@ -161,7 +158,7 @@ class HfWeights:
         self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
+        """Reads memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
         vocabulary. Errors: ConfigError: there are NaN or infinities."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
@@ -171,8 +168,8 @@ class HfWeights:
         if n:
             at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
             at[0] = slice(at[0].start + w.first, at[0].stop + w.first)
-            mine, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
-            mine.copy_(theirs)
+            own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
+            own.copy_(theirs)
         if not all(map(torch.isfinite, torch.aminmax(part))):
             self.refused = (f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
                             f"cannot train; {AGAIN}")
@@ -185,7 +182,7 @@ class HfWeights:
 
 
 def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """{transformers' whole name: shape} of all weights of a model."""
+    """Lists {transformers' whole name: shape} of all weights of a model."""
     prefix = FAMILIES[family_of(cfg)].prefix
     return {w.there if w.there == HEAD else prefix + w.there: w.shape for w in weights_of(cfg)}
 
@@ -197,17 +194,17 @@ def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtyp
     for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
         whole = torch.zeros(shape, dtype=dtype)
         for w in ws:
-            if (mine := read(w.name)) is not None:
-                n = min(len(mine), shape[-1 if w.transposed else 0])  # without memo's padding
+            if (own := read(w.name)) is not None:
+                n = min(len(own), shape[-1 if w.transposed else 0])  # without memo's padding
                 part = whole[:, w.first:w.first + n] if w.transposed else whole[w.first:w.first + n]
-                mine, theirs = alike(w, mine[:n], part)
-                theirs.copy_(mine)
+                own, theirs = alike(w, own[:n], part)
+                theirs.copy_(own)
         yield whole
         del whole
 
 
 def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
-    """{file: names of its tensors}, in order. A file has at most `most_bytes`, or a single tensor."""
+    """Shares tensors out -> {file: names}, in order. A file has at most `most_bytes`, or a single tensor."""
     files: list[list[str]] = [[]]
     room = most_bytes
     for name, size in sizes.items():
@@ -246,7 +243,7 @@ def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
 
 def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
               dtype: torch.dtype) -> None:
-    """Write a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
+    """Writes a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
     function wants all tensors of a file at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     header: JsonObject = {"__metadata__": {"format": "pt"}}

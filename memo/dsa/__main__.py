@@ -22,7 +22,8 @@ OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
 def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) -> Problem:
-    """The Problem in a CSV file of id,lower,upper,size, as minimalloc's. Errors: DsaError, with the line."""
+    """Reads the Problem in a CSV file of id,lower,upper,size, as minimalloc's. Errors: DsaError, with the
+    line."""
     try:
         lines = read_table(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:
@@ -49,7 +50,7 @@ def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) 
 
 
 def read_row(row: list[str], names: list[str], where: str) -> Buffer:
-    """The Buffer in a row that has these columns. Errors: DsaError."""
+    """Reads the Buffer in a row that has these columns. Errors: DsaError."""
     if len(row) != len(names):
         raise DsaError(f"{where}: {len(row)} fields must be {len(names)}, as in the first line")
     id, *texts = (row[names.index(column)].strip(" \t") for column in COLUMNS)
@@ -65,7 +66,7 @@ def read_row(row: list[str], names: list[str], where: str) -> Buffer:
 
 
 def write_csv(path: str | Path, problem: Problem, solution: Solution) -> None:
-    """Write the buffers with a column `offset`, as replacing() does."""
+    """Writes the buffers with a column `offset`, as replacing() does."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*COLUMNS, "offset"])
@@ -86,7 +87,7 @@ def read_argv(argv: list[str]) -> Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The command line: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
+    """Runs the command: 0 solved, 3 no placement under the capacity. Errors: ConfigError, bad input."""
     args = read_argv(argv)
     check_other(args.requests, args.output)
     with progress(lambda: f"reading {args.requests}"):

@@ -1,5 +1,4 @@
-"""Offline dynamic storage allocation: an address for each buffer of known size and lifespan, at the least
-peak.
+"""Offline dynamic storage allocation: addresses for buffers of known size and lifespan, at the least peak.
 
 `solve` hands one Problem to a solver; `validate`, which shares no code with the solvers, checks each result.
 Every problem is first reduced without loss: time is cut where no buffer is alive, and of the other moments
@@ -24,7 +23,7 @@ MOST_BYTES = 2**60  # of all buffers together
 
 
 class DsaError(ConfigError):
-    """The user's mistake, in one line. `buffer`: the index of the buffer that breaks the rule, or None."""
+    """Tells of the user's mistake, in one line. `buffer`: the index of the buffer that breaks the rule."""
 
     def __init__(self, message: str, buffer: int | None = None) -> None:
         super().__init__(message)
@@ -32,11 +31,11 @@ class DsaError(ConfigError):
 
 
 class NoPlacement(RuntimeError):
-    """There is no placement under the capacity, or none was found in the time limit."""
+    """Tells that no placement is under the capacity, or none was found in the time limit."""
 
 
 def add_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
-    """Add the options of a search for a placement."""
+    """Adds the options of a search for a placement."""
     parser.option("--solver", default="auto", help="which one", choices=SOLVERS)
     parser.option("--time_limit", float, 60.0, f"seconds of work{time_limit_of}, counted in steps: what is "
                   "found is the same on every machine, however busy", least=0.0, most=1e6,
@@ -46,7 +45,7 @@ def add_options(parser: Arguments, alignment: int, time_limit_of: str) -> None:
 
 
 class Buffer(NamedTuple):
-    """`size` bytes that are alive in the half-open lifespan [lower, upper)."""
+    """Describes `size` bytes that are alive in the half-open lifespan [lower, upper)."""
 
     id: str
     lower: int
@@ -56,10 +55,9 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """`buffers` may be empty. `capacity`: in bytes, None without a limit. Offsets are multiples of
-    `alignment`, and a buffer takes up its size rounded up to that, so that loads and peaks are multiples too.
-    Errors: DsaError: empty lifespans, sizes below 1, equal ids, sizes that add up to more than MOST_BYTES, a
-    capacity under the largest buffer."""
+    """Holds `buffers`, maybe none, for `capacity` bytes, or None. Offsets are multiples of `alignment`, and a
+    buffer takes up its size rounded up to that, so that loads and peaks are multiples too. Errors: DsaError:
+    empty lifespans, sizes below 1, equal ids, sizes above MOST_BYTES together or above the capacity."""
 
     buffers: tuple[Buffer, ...]
     capacity: int | None = None
@@ -89,13 +87,13 @@ class Problem:
                            f"most capacity={self.capacity}; raise the capacity", largest)
 
     def rounded(self, i: int) -> int:
-        """Bytes that buffer i takes up."""
+        """Counts the bytes that buffer i takes up."""
         return -(-self.buffers[i].size // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`offsets`: of the buffers, in their order. `peak`: bytes up to the end of the highest buffer.
+    """Holds `offsets` of the buffers, in their order. `peak`: bytes up to the end of the highest buffer.
     `lower_bound`: proven, no placement has a lower peak."""
 
     offsets: tuple[int, ...]
@@ -106,17 +104,17 @@ class Solution:
 
     @property
     def proven(self) -> bool:
-        """The peak is the least there is."""
+        """Says whether the peak is the least there is."""
         return self.peak == self.lower_bound
 
     @property
     def gap(self) -> float:
-        """How far the peak may be above the least there is, as a fraction of the bound."""
+        """Bounds how far the peak is above the least there is, as a fraction of the bound."""
         return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 def lower_bound(problem: Problem) -> int:
-    """The greatest number of bytes alive at one time: no placement has a lower peak."""
+    """Finds the greatest number of bytes alive at one time: no placement has a lower peak."""
     return max((part.load for part, _ in _parts(problem)), default=0) * _unit(problem)
 
 
@@ -141,21 +139,21 @@ def validate(problem: Problem, solution: Solution) -> None:
     moments = [(b.lower, True, i) for i, b in enumerate(problem.buffers)]
     moments += [(b.upper, False, i) for i, b in enumerate(problem.buffers)]
     for _, born, i in sorted(moments):  # what dies goes before what is born
-        mine = solution.offsets[i], ends[i], i
-        k = bisect_left(alive, mine)
+        place = solution.offsets[i], ends[i], i
+        k = bisect_left(alive, place)
         if not born:
             del alive[k]
             continue
         for other in alive[max(0, k - 1):k + 1]:  # the others lie apart: if any overlaps, a neighbour does
-            if mine[0] < other[1] and other[0] < mine[1]:
-                first, second = ((problem.buffers[k].id, offset, end) for offset, end, k in (other, mine))
+            if place[0] < other[1] and other[0] < place[1]:
+                first, second = ((problem.buffers[k].id, offset, end) for offset, end, k in (other, place))
                 raise ValueError("buffers {!r} at [{}, {}) and {!r} at [{}, {}) overlap while both are "
                                  "alive".format(*first, *second))
-        alive.insert(k, mine)
+        alive.insert(k, place)
 
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
-    """The best Solution that `solver` finds in `time_limit` seconds of work, see solvers.py; never worse than
+    """Finds the best Solution of `solver` in `time_limit` seconds of work, see solvers.py; never worse than
     greedy's, always validated. Without a capacity it looks for the least peak, or one of `enough` bytes; with
     one it stops at the first placement that fits, and raises NoPlacement where it found none."""
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
@@ -185,8 +183,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
 
 def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
                 seconds: float) -> tuple[list[int], int, str, float]:
-    """(offsets, proven bound of their peak, who found them, seconds that are left): of the least peak, or the
-    first at or below `stop`."""
+    """Finds (offsets, proven bound of their peak, who found them, seconds that are left): of the least peak,
+    or the first at or below `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
     for finder, method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), seconds - took
@@ -202,12 +200,12 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
 
 
 def _unit(problem: Problem) -> int:
-    """Bytes that all rounded sizes are multiples of, and so offsets of a best placement: sums of sizes."""
+    """Finds the unit of all rounded sizes, and so of offsets of a best placement: sums of sizes."""
     return gcd(*map(problem.rounded, range(len(problem.buffers)))) or 1
 
 
 def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indices of half-open (lower, upper), in groups that no moment joins: between them is no conflict."""
+    """Groups the indices of half-open (lower, upper) that a moment joins: between groups is no conflict."""
     groups: list[list[int]] = []
     end = None
     for i, (lower, upper) in sorted(enumerate(lifespans), key=lambda entry: entry[1][0]):
@@ -220,7 +218,7 @@ def components(lifespans: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def _parts(problem: Problem) -> list[tuple[solvers.Part, list[int]]]:
-    """[(Part, indices of its buffers)]: the problem, cut where nothing lives on."""
+    """Cuts the problem where nothing lives on -> [(Part, indices of its buffers)]."""
     unit, buffers = _unit(problem), problem.buffers
     return [(solvers.part_of([buffers[i].lower for i in group], [buffers[i].upper for i in group],
                                  [problem.rounded(i) // unit for i in group]), group)

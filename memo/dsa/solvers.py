@@ -1,5 +1,4 @@
-"""The solvers of one placement problem: greedy, the paper's mixed-integer program, CP-SAT, and CP-SAT on
-blocks.
+"""The solvers of a placement problem: greedy, the paper's mixed-integer program, CP-SAT, CP-SAT on blocks.
 
 All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
 the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest` (the highest peak that
@@ -49,8 +48,9 @@ Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: o
 
 @dataclass(frozen=True)
 class Part:
-    """Buffers of one stretch of time: half-open lifespans [lower, upper) in ranks, and sizes in units. Rank t
-    is the t-th of the greatest sets of buffers that are alive together: buffers that share one conflict."""
+    """Holds buffers of one stretch of time: half-open lifespans [lower, upper) in ranks, and sizes in units.
+    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers that share one
+    conflict."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def load(self) -> int:
-        """The most units alive at one time."""
+        """Finds the most units alive at one time."""
         steps = [0] * (max(self.upper) + 1)
         for lower, upper, size in zip(self.lower, self.upper, self.size, strict=True):
             steps[lower] += size
@@ -70,7 +70,7 @@ class Part:
 
 
 def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> Part:
-    """A Part of lifespans in any unit of time."""
+    """Makes a Part of lifespans in any unit of time."""
     born, died, ranks, sets, grew = set(lower), set(upper), {}, 0, False
     for t in sorted(born | died):  # a set is a greatest one when the next thing that happens is a death
         if t in died and grew:
@@ -82,8 +82,8 @@ def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> 
 
 
 def greedy(part: Part, stop: int, seconds: float = inf) -> tuple[list[int], float]:
-    """Find (offsets, seconds that it took): the best of several orderings of best fit, each buffer into the
-    lowest of the tightest gaps that take it. Only the first ordering goes on where there are no `seconds`."""
+    """Finds (offsets, seconds that it took): the best of several orderings of best fit, each buffer into the
+    lowest of the tightest gaps that take it. Without `seconds` only the first ordering is tried."""
     if len(part.size) == 1:
         return [0], 0.0
     n, took = len(part.size), 0.0
@@ -122,7 +122,7 @@ def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.
 
 
 def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """CP-SAT: the rectangles of lifespan by size do not overlap in the plane of time and address."""
+    """Solves by CP-SAT: rectangles of lifespan by size do not overlap in the plane of time and address."""
     if len(part.size) > LARGE:
         return None, 0, 0.0
     try:
@@ -156,18 +156,19 @@ def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) 
     took = unit_s * solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
         return None, highest + 1, took
-    found = [solver.value(o) for o in offsets] if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return found, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0, took
+    values = [solver.value(o) for o in offsets] if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return values, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0, took
 
 
 def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """CP-SAT usually succeeds early: it gets 5% of the time first."""
+    """Tries CP-SAT for 5% of the time: it usually succeeds early."""
     return cpsat(part, best, stop, highest, seconds / BRIEFLY)
 
 
 def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """CP-SAT on coarser problems, whose rectangles are blocks of buffers: turn by turn others, and longer.
-    The requests of a network come in stacks and rows: most good placements keep some of these together."""
+    """Solves coarser problems by CP-SAT, whose rectangles are blocks of buffers: turn by turn others, and
+    longer. The requests of a network come in stacks and rows: most good placements keep some of these
+    together."""
     left, n, offsets = COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
@@ -177,11 +178,11 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
             break
         blocks = _blocks(part, stop, int(n * fraction), waste, turn)
         lower, upper, size, _ = zip(*blocks, strict=True)
-        found, _, took = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
+        places, _, took = cpsat(part_of(lower, upper, size), [], stop, highest, slot)
         left -= took
-        if found is not None:
+        if places is not None:
             offsets = [0] * n
-            for at, (*_, members) in zip(found, blocks, strict=True):
+            for at, (*_, members) in zip(places, blocks, strict=True):
                 for i, shift in members:
                     offsets[i] = at + shift
             highest = part.peak(offsets) - 1
@@ -190,12 +191,13 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
 
 def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             seed: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
-    """[(lower, upper, size, [(buffer, its offset in the block)])]: about `count` blocks whose load is within
-    the ceiling. The pair that wastes the smallest part of its area is joined first: one upon the other where
-    their lifespans meet, else one after the other at the same address. Seeds above 0 add noise."""
+    """Joins buffers to about `count` blocks whose load is within the ceiling: [(lower, upper, size, [(buffer,
+    its offset in the block)])]. The pair that wastes the smallest part of its area is joined first: one upon
+    the other where their lifespans meet, else one after the other at the same address. Seeds above 0 add
+    noise."""
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
-    there: np.ndarray = np.ones(n, bool)
+    left: np.ndarray = np.ones(n, bool)
     load, members = np.zeros(upper.max(), int), [[(i, 0)] for i in range(n)]
     for i in range(n):
         load[lower[i]:upper[i]] += size[i]
@@ -210,10 +212,10 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
         area = (upper - lower) * size + (upper[i] - lower[i]) * size[i]
         cost = ((end - start) * height / area - 1) * np.exp(noise.normal(0, 0.5 * bool(seed), n))
         cost += np.where(meet, 0, 1e-3)  # where two pairs waste alike, a stack comes before a row
-        return np.where(there & (np.arange(n) != i), cost, inf)
+        return np.where(left & (np.arange(n) != i), cost, inf)
 
     cost, failed = np.stack([waste(i) for i in range(n)]), 0
-    while there.sum() > count and failed < 10 * n:
+    while left.sum() > count and failed < 10 * n:
         i, j = divmod(int(cost.argmin()), n)
         if cost[i, j] > most_waste or cost[i, j] == inf:
             break
@@ -226,13 +228,13 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             cost[i, j] = cost[j, i] = inf
             failed += 1
             continue
-        load, there[j] = trial, False
+        load, left[j] = trial, False
         members[i] += [(k, shift + meet * size[i]) for k, shift in members[j]]
         lower[i], upper[i], size[i] = start, end, height
         cost[j], cost[:, j] = inf, inf
         cost[i] = cost[:, i] = waste(i)
     return [(int(lower[i]), int(upper[i]), int(size[i]), [(k, int(shift)) for k, shift in members[i]])
-            for i in np.flatnonzero(there)]
+            for i in np.flatnonzero(left)]
 
 
 def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gurobi: bool = False) -> Found:
@@ -259,7 +261,8 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
-    """Whole offsets in the order of the solver's, each as low as that allows: rounded ones could overlap."""
+    """Lowers each offset, in the solver's order, as far as may be, to whole numbers: rounded ones could
+    overlap."""
     below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
@@ -271,7 +274,7 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> li
 
 
 def _highs(program: Program, seconds: float) -> Relaxed:
-    """Solve a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
+    """Solves a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
     try:
         import highspy
     except ImportError:
@@ -297,13 +300,13 @@ def _highs(program: Program, seconds: float) -> Relaxed:
     solver.setSolution(start)
     solver.run()
     info = solver.getInfo()
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    took = root_s + max(0, info.mip_node_count) * NODE_S * pairs
-    return np.array(solver.getSolution().col_value[:len(size)]) if found else None, info.mip_dual_bound, took
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    offsets = np.array(solver.getSolution().col_value[:len(size)]) if feasible else None
+    return offsets, info.mip_dual_bound, root_s + max(0, info.mip_node_count) * NODE_S * pairs
 
 
 def _gurobi(program: Program, seconds: float) -> Relaxed:
-    """Solve a Program by Gurobi, whose licence is the user's; by HiGHS where there is none, and say so."""
+    """Solves a Program by Gurobi, whose licence is the user's; where there is none by HiGHS, and says so."""
     size, i, j, M, least, best, stop = program
     first, second = i.tolist(), j.tolist()
     settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=stop, MIPGap=0.0, IntFeasTol=TOLERANCE,
@@ -333,20 +336,20 @@ def _gurobi(program: Program, seconds: float) -> Relaxed:
 
 @cache
 def libraries() -> tuple[str, ...]:
-    """The solvers that are installed, with their versions: others may find other placements."""
+    """Lists the solvers that are installed, with their versions: others may find other placements."""
     names = "ortools", "highspy", "gurobipy"
-    return tuple(f"{name} {found.version}" for name in names for found in distributions(name=name))
+    return tuple(f"{name} {installed.version}" for name in names for installed in distributions(name=name))
 
 
 def lacking(package: str) -> tuple[None, int, float]:
-    """Say once that a solver's package is not there: what others have found stays."""
+    """Says once that a solver's package is not there: what others have found stays."""
     say(f"{package} is not installed, it would look for better placements; try pip install {package}")
     return None, 0, 0.0
 
 
 @cache
 def say(line: str) -> None:
-    """A line on stderr, once a process."""
+    """Prints a line on stderr, once a process."""
     print(line, file=sys.stderr)
 
 

@@ -25,8 +25,6 @@ FIRST_BYTES = 2**25
 # the second name is that before torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 # {line of ranks: (number, kind) of the message that this rank has come to last}, the newest behind
 CAME: dict[str, tuple[int, str]] = {}
 WRITTEN = [0]  # writes of checkpoints by this process
@@ -47,14 +45,14 @@ class Work(Protocol):
 
 
 class Works(Generic[T]):
-    """Messages under way. wait() holds up the device's stream (on CUDA not the host) and gives `received`.
-    The tensors must stay until then, and so must the Works."""
+    """Holds messages under way. wait() holds up the device's stream (on CUDA not the host) and gives
+    `received`. The tensors must stay until then, and so must the Works."""
 
     def __init__(self, works: Sequence[Work | Future[list[object]]], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> T:
-        """`received`, which from now on belongs to the caller."""
+        """Waits for `received`, which from now on belongs to the caller."""
         for work in self.works:
             work.result() if isinstance(work, Future) else work.wait()
         received, self.works = self.received, ()
@@ -69,7 +67,7 @@ Hop = Works[list[torch.Tensor]]  # of what the rank before sends
 # requests of a segment released where the code says so. So gloo gets tensors that own nothing, and a thread
 # without segments calls it.
 def borrowed(t: torch.Tensor) -> torch.Tensor:
-    """`t`, flat, for a library to work on; the caller keeps `t` until that is done."""
+    """Flattens `t` for a library to work on; the caller keeps `t` until that is done."""
     t = t.view(-1)
     if not t.is_cpu:
         return t
@@ -81,16 +79,17 @@ CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: torch.Tensor,
                      group: dist.ProcessGroup) -> Work:
-    """The work of call(received, sent), a collective of torch.distributed."""
+    """Starts call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
     return CALLER.submit(start).result() if sent.is_cpu else start()
 
 
 @dataclass
 class Axis:
-    """This rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received tensors
-    are uninitialised: shapes, memory requests and bytes are as with a group. `sender`: over gloo the thread
-    that shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are contiguous."""
+    """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received
+    tensors are uninitialised: shapes, memory requests and bytes are as with a group. `sender`: over gloo the
+    thread that shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are
+    contiguous."""
 
     name: str
     size: int = 1
@@ -104,7 +103,7 @@ class Axis:
 
     def start(self, kind: str, sent_bytes: int, call: Callable[..., Work], received: torch.Tensor,
               sent: torch.Tensor, **ends: int) -> Works[torch.Tensor]:
-        """Works of call(received, sent). `kind`, `ends`: see noted()."""
+        """Starts call(received, sent). `kind`, `ends`: see noted()."""
         self.sent_bytes += sent_bytes
         if self.group is None:
             works = self.noted(kind, sent.nbytes, **ends)
@@ -114,33 +113,34 @@ class Axis:
         return Works(works, sent, received)
 
     def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
-        """What stands for the works of a message that nobody sends: see testing/notes.py."""
+        """Stands for the works of a message that nobody sends: see testing/notes.py."""
         return ()
 
     def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Works of `out`, (size, *x.shape) or flat: every rank's x. x may be this rank's part of `out`."""
+        """Starts to gather every rank's x to `out`, (size, *x.shape) or flat. x may be this rank's part of
+        `out`."""
         if out is None:
             out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
         return self.start("gather", x.nbytes * (self.size - 1), ALL_GATHER, out, x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, *x.shape): every rank's x."""
+        """Gathers every rank's x: (size, *x.shape)."""
         return self.start_gather(x).wait()
 
     def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Works of `out`: the sum over all ranks of this rank's part of x, (size, ...) or flat. `out` may
-        be that part."""
+        """Starts to sum this rank's part of x, (size, ...) or flat, over all ranks to `out`, maybe that
+        part."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
         sent_bytes = x.nbytes // self.size * (self.size - 1)
         return self.start("scatter_sum", sent_bytes, REDUCE_SCATTER, out, x)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, ...) -> (...): the sum over all ranks of x[this rank]."""
+        """Sums x[this rank] over all ranks: (size, ...) -> (...)."""
         return self.start_scatter_sum(x).wait()
 
     def sum(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
-        """x, in place: the sum over all ranks."""
+        """Sums x over all ranks, in place."""
         if self.size > 1:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
             if self.group is None:
@@ -152,20 +152,20 @@ class Axis:
         return x
 
     def max(self, *numbers: float) -> Sequence[float]:
-        """[the largest of all ranks' first numbers, of their second numbers, ...]."""
+        """Finds the largest of all ranks' first numbers, of their second numbers, ..."""
         if self.size == 1:
             return numbers
         return self.sum(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """(size, ...) -> the same shape: x[i] goes to rank i, result[i] comes from there."""
+        """Sends x[i] to rank i: (size, ...) -> the same shape, where result[i] comes from rank i."""
         if self.size == 1:
             return x
         sent_bytes = x.nbytes // self.size * (self.size - 1)
         return self.start("exchange", sent_bytes, dist.all_to_all_single, torch.empty_like(x), x).wait()
 
     def start_broadcast(self, x: torch.Tensor, owner: int) -> Works[torch.Tensor]:
-        """Works of x, which rank `owner` sends, and which is written over on the others."""
+        """Starts to send x from rank `owner`; it is written over on the others."""
         # as a ring, which ends before it comes back to the owner
         nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
         return self.start("broadcast", nbytes,
@@ -173,7 +173,7 @@ class Axis:
                           x, x, source=owner)
 
     def start_reduce(self, x: torch.Tensor, owner: int) -> Works[torch.Tensor]:
-        """Works of x, which on rank `owner` becomes the sum over all ranks, and is used up on the others."""
+        """Starts to sum x over all ranks, to rank `owner`; on the others it is used up."""
         nbytes = 0 if self.rank == owner else x.nbytes
         return self.start("reduce", nbytes,
                           lambda here, _, **how: dist.reduce(here, group_dst=owner, **how),
@@ -197,11 +197,11 @@ class Axis:
         return Works([done], tensors, here)
 
     def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
-        """Starts to send tensors to the other rank of two -> Works of them."""
+        """Starts to send tensors to the other rank of two."""
         return self.to_other("send", dist.isend, tensors)
 
     def receive(self, *out: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
-        """Works of `out`, which the other rank of two sends."""
+        """Starts to receive `out` from the other rank of two."""
         return self.to_other("receive", dist.irecv, out)
 
     def to_other(self, kind: str, call: Callable[..., Work],
@@ -216,8 +216,8 @@ class Axis:
         return Works(dist.batch_isend_irecv(ops), tensors, tensors)
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
-        """Sends first messages, short and long, by each of these methods: communicators are made
-        and take memory."""
+        """Sends first messages, short and long, by each of these methods: communicators are made and take
+        memory."""
         for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
             x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
             for kind in kinds:
@@ -228,13 +228,13 @@ class Axis:
         self.sent_bytes = 0
 
     def another(self) -> dist.ProcessGroup | None:
-        """Another gloo group of the same ranks, for a second thread; None for a single rank."""
+        """Makes another gloo group of the same ranks, for a second thread; None for a single rank."""
         if self.size == 1:
             return None
         return dist.new_group(dist.get_process_group_ranks(self.group), FOREVER, "gloo")
 
     def objects(self, value: T) -> list[T]:
-        """[the value of each rank]; anything that can be pickled."""
+        """Gathers the value of each rank; anything that can be pickled."""
         if self.group is None:
             return [value]
         come(self.line, "objects")

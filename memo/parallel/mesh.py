@@ -1,7 +1,5 @@
-"""The process mesh: world = pp * dp * cp * tp. tp is innermost, so that it stays inside a node; the stages
-of a pipeline send each other least, so pp is outermost. Its axes (memo/parallel/axis.py) are passed as
-arguments, by the role that their ranks have.
-"""
+"""The process mesh: world = pp * dp * cp * tp. tp is innermost, so that it stays inside a node; pp outermost,
+for stages send each other least. Its axes (memo/parallel/axis.py) are passed as arguments, by their role."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -49,7 +47,7 @@ class Mesh:
     lanes: dict[str, Axis] = field(default_factory=dict)
 
     def over_network(self) -> tuple[Axis, ...]:
-        """The axes whose messages travel over the devices' network."""
+        """Lists the axes whose messages travel over the devices' network."""
         return (self.weights, self.hops, self.tokens, self.replicas, self.shards, self.world, self.tied,
                 *self.lanes.values())
 
@@ -64,7 +62,7 @@ class Mesh:
             dist.destroy_process_group(self.peers.group)
 
     def silent(self) -> "Mesh":
-        """The same mesh, which sends nothing."""
+        """Copies the mesh, but sends nothing."""
         def bare(a: Axis) -> Axis:
             return Axis(a.name, a.size, a.rank)
         axes = {name: bare(a) for name, a in vars(self).items() if isinstance(a, Axis)}
@@ -72,8 +70,8 @@ class Mesh:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Meanwhile nothing is sent over the devices' network: a rank that fails leaves no
-        other one waiting."""
+        """Sends nothing over the devices' network meanwhile: a rank that fails leaves no other one
+        waiting."""
         groups = [axis.group for axis in self.over_network()]
         try:
             for axis in self.over_network():
@@ -84,8 +82,8 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """{axis: bytes sent since the last call} of the axes with several ranks, those to the stages before
-        and behind as "pp"; not of `world`, which carries scalars."""
+        """Counts {axis: bytes sent since the last call} of the axes with several ranks, those to the stages
+        before and behind as "pp"; not of `world`, which carries scalars."""
         sent: dict[str, int] = {}
         for axis in self.over_network():
             if axis.size > 1 and axis is not self.world:
@@ -94,7 +92,7 @@ class Mesh:
         return sent
 
     def of_stages(self, value: T) -> list[T]:
-        """[the value of each stage's first rank] on rank 0, on the others empty; all first ranks must call
+        """Gathers the value of each stage's first rank on rank 0, on the others []; all first ranks must call
         it. Values may be large: nobody else sends or gets any."""
         first = range(0, self.host.size, self.peers.size)
         if self.host.rank in first[1:]:
@@ -109,7 +107,7 @@ class Mesh:
         return values
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas of the last stage's `loss`, on all ranks."""
+        """Sums the last stage's `loss` over the replicas, on all ranks."""
         loss = self.replicas.sum(loss)
         if self.pp.size == 1:
             return loss
@@ -121,13 +119,13 @@ ALONE = Mesh()
 
 @contextmanager
 def connected(launch: Launch) -> Iterator[Axis]:
-    """The Axis of all ranks, over gloo, while the process is one of several: see process_group()."""
+    """Yields the Axis of all ranks, over gloo, while the process is one of several: see process_group()."""
     with process_group(launch) as (group, store):
         yield Axis("host", launch.world, launch.rank, group, store=store, line="all ranks")
 
 
 def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, list[list[int]]]:
-    """{axis: the lines of ranks that it has}: which of all ranks send each other its messages."""
+    """Lists {axis: its lines of ranks}: which of all ranks send each other its messages."""
     ranks = torch.arange(pp * dp * cp * tp).view(pp * dp, cp, tp)
     tokens = ranks.view(pp * dp, -1) if metp else ranks.transpose(1, 2).reshape(-1, cp)
     data = ranks.view(pp, -1, tp).transpose(1, 2).reshape(pp * tp, -1)
@@ -137,7 +135,7 @@ def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, li
 
 
 def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1) -> Mesh:
-    """The Mesh of a rank, by the names of its axes. An axis that is not among them has this rank alone."""
+    """Makes a rank's Mesh of axes by their names. An axis that is not among them has this rank alone."""
     def role(name: str) -> Axis:
         return axes.get(name) or Axis(name)
     dp = host.size // (pp * cp * tp)
@@ -148,8 +146,8 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
 
 
 def options_of(name: str, backend: str) -> object:
-    """What NCCL is told of an axis: hops that hide behind attention start before its blocks that are not
-    running yet."""
+    """Tells NCCL of an axis: hops that hide behind attention start before its blocks that are not running
+    yet."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=name in ("cp", "hops", "pp", "msp"))
@@ -159,29 +157,29 @@ def options_of(name: str, backend: str) -> object:
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
               carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
-    """The Axis of the line that has this rank, if one has; all ranks must call it. Sends the first messages
-    of these `kinds`: so communicators take their memory of the device now, and a network that carries no
-    messages is found. `carrier`: the group, where another axis has one that serves."""
+    """Opens the Axis of the line that has this rank, if one has; all ranks must call it. Sends the first
+    messages of these `kinds`: so communicators take their memory of the device now, and a network that
+    carries no messages is found. `carrier`: the group, where another axis has one that serves."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    mine = next((line for line in lines if host.rank in line), [])
-    ends = f", {mine[0]} to {mine[-1]}" if mine else ""
-    with connection_errors(f"axis {name} ({len(mine)} ranks{ends}) over {backend}", host.rank, backend):
+    members = next((line for line in lines if host.rank in line), [])
+    ends = f", {members[0]} to {members[-1]}" if members else ""
+    with connection_errors(f"axis {name} ({len(members)} ranks{ends}) over {backend}", host.rank, backend):
         # each rank makes the groups of all lines
         groups = [carrier] if carrier else [
             dist.new_group(line, FOREVER, backend, options_of(name, backend)) for line in lines]
-        if not mine:
+        if not members:
             return None
-        group = carrier or groups[lines.index(mine)]
-        axis = Axis(name, len(mine), mine.index(host.rank), group,
-                    line=f"axis {name} (ranks {mine[0]} to {mine[-1]}, group {group.group_name})")
+        group = carrier or groups[lines.index(members)]
+        axis = Axis(name, len(members), members.index(host.rank), group,
+                    line=f"axis {name} (ranks {members[0]} to {members[-1]}, group {group.group_name})")
         axis.warm(kinds, device)
         return axis
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
               metp: bool = False, pp: int = 1, tied: bool = False, layers_come: bool = False) -> Mesh:
-    """The Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first stage of
-    several and the last one hold the same matrix; `layers_come`: see communicators()."""
+    """Opens the Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first
+    stage of several and the last one hold the same matrix; `layers_come`: see communicators()."""
     dp = host.size // (pp * cp * tp)
     lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
@@ -207,8 +205,7 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
         if tied:
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
             add("tied", pairs, ["sum"])
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the long messages
+    torch.cuda.empty_cache()  # of the long messages
     return replace(mesh_of_axes(axes, tp, cp, host, pp), lanes=lanes)
 
 
@@ -220,5 +217,4 @@ def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None
         pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]
         if axis := open_axis("msp", mesh.host, pairs, ["shift"], device):
             mesh.lanes[f"to {to}" if mesh.pp.rank == source else f"from {source}"] = axis
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the long messages
+    torch.cuda.empty_cache()  # of the long messages

@@ -27,16 +27,15 @@ from memo.parallel.rows import chunks, cut
 # --- pieces of rows in turns ---
 
 def pieces_at_once(axis: Axis, device: torch.device) -> int:
-    """Pieces of rows under way at once: two where messages travel beside the computing; a CPU carries them
+    """Counts the pieces of rows under way: two where messages travel beside the computing; a CPU carries them
     itself."""
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
 def in_turns(axis: Axis, device: torch.device, first: int, end: int,
              work: Callable[[slice], Iterator[None]]) -> None:
-    """Runs work(r) for pieces r of own rows first..end. `work` is a generator function that yields where a
-    message of its own is on its way: meanwhile the other piece under way computes. What pieces add to a
-    tensor they add in their order."""
+    """Runs work(r) for pieces r of own rows first..end. `work` yields where a message of its own is on its
+    way: meanwhile the other piece under way computes. What pieces add to a tensor they add in their order."""
     at_once = pieces_at_once(axis, device)
     under_way: deque[Iterator[None]] = deque()
 
@@ -54,7 +53,7 @@ def in_turns(axis: Axis, device: torch.device, first: int, end: int,
 # --- parameters ---
 
 def local(tensor: torch.Tensor, p: Parameter, axis: Axis) -> torch.Tensor:
-    """This rank's part of a parameter, a view. `tensor`: all of it, or this part."""
+    """Views this rank's part of a parameter. `tensor`: all of it, or this part."""
     if p.split_dim is None or tensor.shape == p.local_shape(axis.size):
         return tensor
     return tensor.chunk(axis.size, p.split_dim)[axis.rank]
@@ -80,8 +79,8 @@ def column_linear_forward(matmul: Matmul, x: Rows, w: torch.Tensor, b: torch.Ten
 
 def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
                            linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:
-    """dx = sum of dy w over several linears (w, b) of the same x: (n, tp, O/tp), (tp, n, I) -> Works of (n,
-    I). `gradients`: (dw, db) of each, which it adds to. Uses x up."""
+    """Computes dx, the sum of dy w over linears (w, b) of the same x: (n, tp, O/tp), (tp, n, I) -> Works of
+    (n, I). `gradients`: (dw, db) of each, which it adds to. Uses x up."""
     x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
     for dy, dy_, (dw, db) in zip(dys, taken, gradients, strict=True):
         bias_backward(dy.flatten(0, 1), db)
@@ -96,7 +95,7 @@ def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tenso
 
 def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
                        w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """(n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). `x`: what gives rows r of the input as x(r)."""
+    """Computes (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). x(r) gives rows r of the input."""
     def piece(r: slice) -> Iterator[None]:
         x_ = matmul.rows(x(r).transpose(0, 1))
         if axis.size == 1:
@@ -124,8 +123,8 @@ def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tens
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
 def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask): token ids counted from the first of this rank's V, and whether they are among these; other
-    ranks' ids become any of this rank's."""
+    """Computes (ids, mask): ids counted from the first of this rank's V, and whether they are among these;
+    others become any of these."""
     ids = ids - axis.rank * V
     return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
 
@@ -135,9 +134,9 @@ def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch
     for chunk, out_ in chunks(ids, out, ranks=axis.size):
         parts = out_[None] if axis.size == 1 else out.new_empty(axis.size, *out_.shape)
         for ids_, part in zip(chunk.unbind(1), parts, strict=True):
-            own, mine = own_ids(axis, ids_, len(w))
+            own, mask = own_ids(axis, ids_, len(w))
             torch.index_select(w, 0, own, out=part)
-            part.mul_(mine[:, None])
+            part.mul_(mask[:, None])
         if axis.size > 1:
             out_.copy_(axis.scatter_sum(parts))
     return out
@@ -147,7 +146,7 @@ def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch
 def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor) -> None:
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
-            own, mine = own_ids(axis, ids_, len(dw))
+            own, mask = own_ids(axis, ids_, len(dw))
             # without a name of its own the fp32 copy is gone before the next one is made
-            dw.index_add_(0, own, torch.mul(dx_, mine[:, None],
+            dw.index_add_(0, own, torch.mul(dx_, mask[:, None],
                                             out=dx_.new_empty(dx_.shape, dtype=torch.float32)))

@@ -23,7 +23,7 @@ def read_argv(argv: list[str]) -> Namespace:
 
 
 def record(plan: Plan, trace: Trace) -> dict[str, object]:
-    """Make the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
+    """Makes the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
     names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
              for label, its in trace.segments.items()}
     return asdict(plan) | dict(segments={
@@ -32,7 +32,7 @@ def record(plan: Plan, trace: Trace) -> dict[str, object]:
 
 
 def main(argv: list[str]) -> None:
-    """The command line. Errors: ConfigError, bad input."""
+    """Runs the command. Errors: ConfigError, bad input."""
     args = read_argv(argv)
     check_other(args.log, args.output)
     with progress(lambda: f"reading {args.log}"):

@@ -1,10 +1,9 @@
-"""Record and replay of memory requests inside torch's allocator interface: the Python side of
-memo/planner/allocator.cpp.
+"""Record and replay of memory requests inside torch's allocator interface: the Python side of allocator.cpp.
 
-The requests of a segment (a layer's forward, say) that has no plan are served by torch and recorded, once.
-Those of a segment that has one get their planned addresses in the arena. A request that the plan does not
-have, or whose place is still taken, is a miss: torch serves it, it is counted and reported once for each
-segment. What is requested outside the segments never comes near the plan. Source: MEMO 4.3.3.
+The requests of a segment (a layer's forward, say) without a plan are served by torch and recorded, once; with
+one they get their planned addresses in the arena. A request that the plan does not have, or whose place is
+taken, is a miss: torch serves it, it is counted and reported once for each segment. What is requested outside
+the segments never comes near the plan. Source: MEMO 4.3.3.
 """
 
 import ctypes
@@ -37,11 +36,11 @@ Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks 
 
 
 class Unavailable(RuntimeError):
-    """Memory requests cannot be recorded or replayed here: no compiler, say. Training can go on without."""
+    """Tells that requests cannot be recorded or replayed: no compiler, say. Training can go on without."""
 
 
 def compile_library(folder: str | Path, *flags: str) -> Path:
-    """The path of the compiled library in `folder`; g++ builds it in a few seconds the first time. Errors:
+    """Builds the library in `folder` with g++, in a few seconds the first time -> its path. Errors:
     Unavailable, OSError where the folder cannot be used."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
@@ -51,22 +50,22 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not os.path.lexists(library):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
-            made = Path(scratch) / library.name
+            built = Path(scratch) / library.name
             try:
                 with progress(lambda: "building the memory plan's library with g++, once"):
-                    done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+                    done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
             except OSError as e:
                 raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
-            if done.returncode or not made.exists():
+            if done.returncode or not built.exists():
                 why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
                 raise Unavailable(f"g++ failed: {why}")
-            keep(made.read_bytes(), library)
+            keep(built.read_bytes(), library)
     return library
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The library, with its functions. Errors: OSError, ValueError where it is broken, or not ours alone;
-    AttributeError where it is another one."""
+    """Opens the library, with its functions. Errors: OSError, ValueError where it is broken, or not ours
+    alone; AttributeError where it is another one."""
     descriptor = open_file(path)
     try:
         kept(descriptor)  # whole, and what the compiler wrote: the loader would die of less
@@ -90,7 +89,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
-    """The library that is kept in `folder`; what cannot be loaded, or may not be, is built again. Errors:
+    """Opens the library in `folder`; what cannot be loaded, or may not be, is built again. Errors:
     Unavailable, OSError where the folder cannot be used."""
     path = compile_library(folder, *flags)
     try:
@@ -103,7 +102,7 @@ def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
 
 @cache
 def load_library(*flags: str) -> ctypes.CDLL:
-    """The compiled library. Errors: Unavailable."""
+    """Loads the compiled library. Errors: Unavailable."""
     folder, why = cache_place()
     if folder is None:
         warn(f"compiled code is not kept from run to run: {why}")
@@ -118,7 +117,7 @@ def load_library(*flags: str) -> ctypes.CDLL:
 
 
 class NoArena:
-    """memory_plan=off: every request goes to torch, as if there were no segments."""
+    """Stands for memory_plan=off: every request goes to torch, as if there were no segments."""
 
     plans = ()
 
@@ -135,11 +134,11 @@ class NoArena:
 
 
 class Arena:
-    """The temporary tensors of one model: `run(label, work, *args)` is a segment, settle() the boundary of a
-    step, `plans` all that was planned so far, [(trace, plan)]. What a segment does with its tensors must stay
-    on one stream, and on the device that was current when the plan came: a place that is free may be given
-    away at once. `guard`: on every request check all live blocks against each other, and on the CPU fill what
-    is freed with NaN. Errors: Unavailable."""
+    """Records and places the temporary tensors of one model: `run(label, work, *args)` is a segment, settle()
+    the boundary of a step, `plans` all that was planned so far, [(trace, plan)]. What a segment does with its
+    tensors must stay on one stream, and on the device that was current when the plan came: a free place may
+    be given away at once. `guard`: check all live blocks against each other on every request, and on the CPU
+    fill what is freed with NaN. Errors: Unavailable."""
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:
@@ -159,8 +158,8 @@ class Arena:
             raise Unavailable("this torch's allocator has another interface")
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
-        """work(*args), its requests belonging to the segment `label`: words with single spaces. Segments do
-        not nest. A closed arena leaves them to torch."""
+        """Calls work(*args), its requests belonging to the segment `label`: words with single spaces.
+        Segments do not nest. A closed arena leaves them to torch."""
         if not self.close.alive:
             return work(*args)
         if " ".join(label.split()) != label or not label or "#" in label:
@@ -176,21 +175,21 @@ class Arena:
             self.lib.memo_end(failed)
 
     def stats(self, reset_peak: bool = False) -> Stats:
-        """Stats since the start; peak_bytes since it was last reset: the highest byte used of the arena, and
-        in a segment that is being recorded the most bytes in use."""
+        """Counts Stats since the start; peak_bytes since it was last reset: the highest byte used of the
+        arena, and in a segment that is being recorded the most bytes in use."""
         out = (ctypes.c_int64 * len(Stats._fields))()
         if self.close.alive:
             self.lib.memo_stats(self.handle, reset_peak, out)
         return Stats(*out)
 
     def recorded(self) -> Trace:
-        """The Trace of all segments recorded since the last call; what is not freed by now outlives the
+        """Takes the Trace of the segments recorded since the last call; what is not freed outlives the
         step."""
         return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
     def settle(self) -> bool:
-        """To be called between two steps: plans what was recorded in the last one, warns of what missed its
-        plan. -> whether there is a new plan."""
+        """Plans, between two steps, what was recorded in the last, and warns of misses -> whether there is a
+        new plan."""
         for line in self.lib.memo_misses(self.handle).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
         if not self.stats().log_chars:
@@ -209,12 +208,10 @@ class Arena:
         self.plans.append(Planned(trace, plan))
 
     def install(self, plan: Plan) -> None:
-        """From now on the segments of `plan` get its addresses. Errors: Unavailable: no memory for the
-        arena."""
+        """Gives the segments of `plan` its addresses. Errors: Unavailable: no memory for the arena."""
         if plan.arena_bytes > (before := self.stats().arena_bytes):
             self.lib.memo_reserve(self.handle, 0)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # of the old arena, and of what the recorded step left behind
+            torch.cuda.empty_cache()  # of the old arena, and of what the recorded step left behind
             if why := self.lib.memo_reserve(self.handle, plan.arena_bytes):
                 why = why.decode().splitlines()[0]
                 self.lib.memo_reserve(self.handle, before)

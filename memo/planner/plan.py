@@ -34,10 +34,10 @@ Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each request of each segment gets its memory: request k of `segments[label]` is (bytes, offset in
-    the arena), the offset None where it is left to torch. `lower_bound` is the greatest sum of bytes in use
-    at one time; `levels` tells what was solved: [{segment, n, lower_bound, peak, proven, solver, seconds}].
-    """
+    """Holds where each request of each segment gets its memory: request k of `segments[label]` is (bytes,
+    offset in the arena), the offset None where it is left to torch. `lower_bound` is the greatest sum of
+    bytes in use at one time; `levels` what was solved: [{segment, n, lower_bound, peak, proven, solver,
+    seconds}]."""
 
     arena_bytes: int
     lower_bound: int
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def proven(self) -> bool:
-        """Whether no plan of the whole step can be smaller."""
+        """Says whether no plan of the whole step can be smaller."""
         return self.arena_bytes == self.lower_bound
 
 
@@ -62,7 +62,7 @@ class Levels:
         self.rows: list[dict] = []
 
     def problem(self, lives: Lives) -> Problem:
-        """The Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
+        """Makes the Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
         times = sorted({t for lower, upper, _ in lives for t in (lower, upper)})
         ranks = {t: rank for rank, t in enumerate(times)}
         buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
@@ -72,7 +72,7 @@ class Levels:
         return lower_bound(self.problem(lives))
 
     def solve(self, name: str, lives: Lives, enough: int = 0) -> tuple[list[int], int]:
-        """(offsets, peak). `enough`: bytes, a peak that need not be lower."""
+        """Finds (offsets, peak). `enough`: bytes, a peak that need not be lower."""
         offsets, peak = [0] * len(lives), 0
         enough = max(enough, int(NEAR * self.bound(lives)))
         for group in components((lower, upper) for lower, upper, _ in lives):
@@ -97,7 +97,7 @@ def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Sol
 
 def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0,
                one_level: bool = False) -> Plan:
-    """Plan a trace in two levels: equal segments once, then the step with a pseudo block for each; or all
+    """Plans a trace in two levels: equal segments once, then the step with a pseudo block for each; or all
     requests at once. Source: MEMO 4.2."""
     start = time.perf_counter()
     requests, spans = requests_of(trace)
@@ -112,22 +112,22 @@ def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limi
         else:  # to level 2 a segment is one moment: what crosses its border is there throughout
             upper = spans[r.freed_in][1] if r.freed_in else r.upper
             blocks.append(([r], [0], (spans[r.segment][0], upper, r.bytes)))
-    lives = {label: [(r.lower, r.upper, r.bytes) for r in mine] for label, mine in inside.items()}
+    lives = {label: [(r.lower, r.upper, r.bytes) for r in its] for label, its in inside.items()}
     # the step needs as much as its largest segment: no other one gains by a lower peak
     enough = max(map(levels.bound, lives.values()), default=0) - levels.bound([life for *_, life in blocks])
-    for label, mine in inside.items():
+    for label, its in inside.items():
         offsets, peak = levels.solve(label, lives[label], enough)
-        blocks.append((mine, offsets, (*spans[label], peak)))  # the pseudo block
+        blocks.append((its, offsets, (*spans[label], peak)))  # the pseudo block
     bases, _ = levels.solve(WHOLE, [life for *_, life in blocks])
-    places = {(r.segment, r.k): base + offset for (mine, offsets, _), base in zip(blocks, bases, strict=True)
-              for r, offset in zip(mine, offsets, strict=True)}
+    places = {(r.segment, r.k): base + offset for (its, offsets, _), base in zip(blocks, bases, strict=True)
+              for r, offset in zip(its, offsets, strict=True)}
     in_order = [places[r.segment, r.k] for r in requests if r.planned]
     return placed(trace, solver, alignment, in_order, levels.rows, time.perf_counter() - start)
 
 
 def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels: list[dict],
            seconds: float) -> Plan:
-    """The Plan that puts the requests to plan, in their order, at these offsets. Raises ValueError or
+    """Makes the Plan that puts the requests to plan, in their order, at these offsets. Raises ValueError or
     TypeError where these are none, or tensors overlap."""
     requests, spans = requests_of(trace)
     planned = [r for r in requests if r.planned]
@@ -145,7 +145,7 @@ def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels
 
 
 def cached_plan(trace: Trace, folder: Path | None, solver: str = "auto", alignment: int = 1) -> Plan:
-    """The Plan of a trace, from `folder` where it was made before. A folder that is None costs time only."""
+    """Plans a trace, or reads its plan from `folder`, if any: without one that costs time only."""
     key = hashlib.sha256(f"{trace.text}{solver} {alignment} {PLANNING_S} {solvers.libraries()}".encode())
     # a better solver's plan is another
     for module in (__file__, Path(__file__).with_name("trace.py"), problem.__file__, solvers.__file__):

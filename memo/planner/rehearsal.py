@@ -1,5 +1,4 @@
-"""The memory requests of a step: recorded from a rehearsal, or traced with torch's fake tensors, without
-memory or GPU."""
+"""The memory requests of a step: recorded from a rehearsal, or traced without memory or GPU."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +26,9 @@ RequestsOf = Callable[[str, Sequence], list[int]]
 
 
 class Rehearsal(NoArena):
-    """In the place of a model's arena while it goes through a step and an evaluation: of the segments that
-    make the same requests (the layers are identical) only the first does anything. `order`: {label: that of
-    its first like}. `subsequences`: all others are left out; None: there are no others."""
+    """Stands for a model's arena while it goes through a step and an evaluation: of the segments that make
+    the same requests (the layers are identical) only the first does anything. `order`: {label: that of its
+    first like}. `subsequences`: those that are not left out, None: all."""
 
     def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
         self.arena, self.subsequences = arena, subsequences
@@ -52,9 +51,9 @@ class Rehearsal(NoArena):
 
 def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
                        subsequences: list[int] | None = None) -> Trace:
-    """The Trace of a training step and an evaluation's head at the reserved shape, as `arena` records it of
-    one layer of each kind, and of these `subsequences` alone where they are given. Copies nothing; the
-    model's gradients are zero afterwards."""
+    """Records a Trace of a training step and an evaluation's head at the reserved shape, of one layer of each
+    kind, and of these `subsequences` alone where they are given. Copies nothing; the model's gradients are
+    zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
@@ -75,11 +74,10 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
 def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
                     missing: Sequence[dict[str, slice]],
                     device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
-    """The Trace of a step at (B, T) of the model that make(torch.device) builds, without memory or GPU:
-    "meta" as it is on a GPU, "cpu" as on the CPU. `missing`: what each unit recomputes, see
-    Placement.missing; `keys`: as there. Of many subsequences the Trace has those that request most.
-    requests(name of an operation, its arguments) -> bytes of each request of an attention kernel for itself,
-    see kernel_requests; None leaves them out."""
+    """Traces a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as
+    it is on a GPU, "cpu" as on the CPU. `missing`, `keys`: as in Placement. Of many subsequences those are
+    traced that request most. requests(name of an operation, its arguments) -> bytes of each request of an
+    attention kernel for itself, see kernel_requests; None leaves them out."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
@@ -96,8 +94,8 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
 
 
 def largest_subsequences(cuts: Sequence[int]) -> list[int]:
-    """The subsequences that request most, from the rows of each: the first ones, which are the longest, and
-    some shorter ones, where rows may be cut into fewer and longer pieces."""
+    """Picks the subsequences that request most, from the rows of each: the first ones, which are the longest,
+    and some shorter ones, where rows may be cut into fewer and longer pieces."""
     first = {n: i for i, n in reversed(list(enumerate(cuts)))}
     shorter = sorted(i for i in first.values() if i > PIECES_BEFORE)
     return [*range(PIECES_BEFORE + 1), *shorter[::-(-len(shorter) // MORE_LENGTHS) or 1]]
@@ -105,10 +103,10 @@ def largest_subsequences(cuts: Sequence[int]) -> list[int]:
 
 def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
                     multiprocessors: int = 0) -> list[int]:
-    """Bytes of each request that operation `name` of torch, or of memo.attention's for a package, makes for
-    itself. On the CPU a block of scores (forward; backward also of their gradients) for each thread, as in
-    torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash makes dout and
-    out contiguous."""
+    """Lists the bytes of each request that operation `name` of torch, or of memo.attention's for a package,
+    makes for itself. On the CPU a block of scores (forward; backward also of their gradients) for each
+    thread, as in torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash
+    makes dout and out contiguous."""
     copies = []
     if name == "memo::attention_backward":
         kernel, q, k = args[0], args[1].shape, args[2].shape
@@ -135,7 +133,7 @@ def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward
 
 
 def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
-    """Those among an operation's arguments or results, and in lists of these."""
+    """Yields the tensors among an operation's arguments or results, and in lists of these."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -179,5 +177,4 @@ class FakeArena(TorchDispatchMode):
             weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
 
     def recorded(self) -> Trace:
-        """The Trace so far."""
         return checked_trace(self.log).settled()

@@ -12,13 +12,13 @@ Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or 
 
 
 class LogError(ConfigError):
-    """A request log that cannot be. One line: file, line, value, rule."""
+    """Tells of a request log that cannot be, in one line: file, line, value, rule."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end", segment, 0).
-    A tensor's name may come again after its free. What is never freed lives to the end of the log; `keep`
+    """Holds the memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end",
+    segment, 0). A tensor's name may come again after its free. What is never freed lives to the end; `keep`
     stands for the malloc of a tensor that outlives the step and so is not planned."""
 
     events: tuple
@@ -30,14 +30,14 @@ class Trace:
 
     @property
     def segments(self) -> dict[str, list[Entry]]:
-        """{label: [events], marks included}, in their order."""
+        """Lists {label: [events], marks included}, in their order."""
         begins, ends = ([i for i, event in enumerate(self.events) if event[0] == mark]
                         for mark in ("begin", "end"))
         return {self.events[i][1]: [*self.events[i:k + 1]] for i, k in zip(begins, ends, strict=True)}
 
     def repeated(self, order: Iterable[tuple[str, str]]) -> "Trace":
-        """The Trace of the segments of `order`, [(label, the label here that makes the same requests)]. What
-        a segment does not free itself outlives the step."""
+        """Repeats the segments of `order`, [(label, the label here that makes the same requests)]. What a
+        segment does not free itself outlives the step."""
         segments = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}
         events = []
         for number, (label, like) in enumerate(order):
@@ -46,7 +46,7 @@ class Trace:
         return checked_trace(events)
 
     def settled(self) -> "Trace":
-        """What is never freed, as `keep`."""
+        """Marks what is never freed as `keep`."""
         never_freed = iter([r.upper == len(self.events) for r in requests_of(self)[0]])
         return Trace(tuple(
             ("keep" if verb in ("malloc", "keep") and next(never_freed) else verb, name, nbytes)
@@ -55,8 +55,8 @@ class Trace:
 
 def checked_trace(events: list[Entry], lines: list[int] | None = None,
                   where: str = "requests") -> Trace:
-    """The Trace of (verb, name, bytes), read from those `lines` of a file. Errors: LogError where a tensor is
-    freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
+    """Checks (verb, name, bytes), read from those `lines` of a file -> Trace. Errors: LogError where a tensor
+    is freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
     nested, repeated or left open. Events that mark no segment are one, WHOLE."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
@@ -98,9 +98,9 @@ def checked_trace(events: list[Entry], lines: list[int] | None = None,
 
 @dataclass
 class Request:
-    """One tensor: request k of a segment, alive from request number `lower` of the trace to `upper`, frees
-    counted too. `planned`: a plan may give it a place, for it is requested in a segment, and not kept.
-    `freed_in`: the segment that frees it; OUTSIDE where none does."""
+    """Describes one tensor: request k of a segment, alive from request number `lower` of the trace to
+    `upper`, frees counted too. `planned`: a plan may give it a place, for it is requested in a segment, and
+    not kept. `freed_in`: the segment that frees it; OUTSIDE where none does."""
 
     segment: str
     k: int
@@ -112,8 +112,8 @@ class Request:
 
 
 def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]]:
-    """The Requests of a trace in their order, and {segment: (lower, upper)}, its request numbers. What is
-    never freed is alive to the end, len(trace.events)."""
+    """Lists the Requests of a trace in their order, and {segment: (lower, upper)}, its request numbers. What
+    is never freed is alive to the end, len(trace.events)."""
     requests: list[Request] = []
     live: dict[str, Request] = {}
     spans: dict[str, tuple[int, int]] = {}
@@ -139,7 +139,7 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
 
 
 def parse_trace(text: str, where: str = "requests") -> Trace:
-    """The Trace of a text log; empty lines and what follows # are skipped. Errors: LogError."""
+    """Parses a text log; empty lines and what follows # are skipped. Errors: LogError."""
     events: list[Entry] = []
     lines = []
     for number, line in enumerate(text.split("\n"), 1):

@@ -23,7 +23,7 @@ OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=
 
 
 def read_argv(argv: list[str]) -> tuple[Layout, int]:
-    """(Layout of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
+    """Reads (Layout of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\n{keys_help()}")
         sys.exit()
@@ -47,7 +47,7 @@ def read_argv(argv: list[str]) -> tuple[Layout, int]:
 
 
 def read_line(line: str) -> tuple[Layout, str, int, int]:
-    """(Layout, device, threads, multiprocessors) of a line of stdin. Errors: ConfigError."""
+    """Reads (Layout, device, threads, multiprocessors) from a line of stdin. Errors: ConfigError."""
     try:
         keys = parse_json(line)
         numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
@@ -74,7 +74,7 @@ from model import GPT
 
 
 class Short(Edges):
-    """Whose head ends after two chunks."""
+    """Computes like Edges, but the head ends after two chunks."""
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
              loss: torch.Tensor) -> None:
@@ -89,9 +89,9 @@ def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mes
 
 
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
-    """The Trace of a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with
-    so many threads. Nothing is recomputed: a recompute needs no requests beyond the forward's; but keys and
-    values that are made again need some. dtype=auto is resolved for `device`."""
+    """Traces a rank of cfg.tp and cfg.cp on "cuda" with so many multiprocessors or a "cpu" with so many
+    threads. Nothing is recomputed, which needs no requests beyond the forward's; but keys and values that are
+    made again need some. dtype=auto is resolved for `device`."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: Keys = dict(activation="keep", alpha="auto")
     sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.by_layer
