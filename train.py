@@ -136,9 +136,8 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
     # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)
     part, loss = 1 / (micro_batches * cfg.cp), torch.zeros((), device=run.device)
-    micros = range(mesh.dp.rank, micro_batches, mesh.dp.size)
     # all batches first: the device need not wait for one later
-    batches = [batch(run, "train", it, micro) for micro in micros]
+    batches = [batch(run, "train", it, i) for i in range(mesh.dp.rank, micro_batches, mesh.dp.size)]
     for i, (tokens, targets) in enumerate(batches):
         loss += run.model.forward(tokens, targets, scale=part) * part
         # the last backward sends each bucket of gradients as soon as it is complete

@@ -26,8 +26,8 @@ class Data:
         self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
-        """Draws where B sequences of S + 1 tokens start, uniformly over all windows of the split. They depend
-        on the arguments only: a resumed run and every layout of ranks get the same ones."""
+        """Draws uniformly where B sequences of S + 1 tokens start, by the arguments alone: a resumed run and
+        every layout of ranks get the same ones."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
@@ -44,15 +44,14 @@ class Data:
         return tokens, targets
 
     def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:
-        """Reads int64 (B, end - first + 1): the tokens `first` to `end`, inclusive, behind each offset.
-        Errors: DataError: an id beyond the vocabulary."""
+        """Reads int64 (B, end - first + 1): tokens `first` to `end`, inclusive, behind each offset."""
         parts = [self.tokens[split].checked(o + first, o + end + 1, self.vocab_size) for o in offsets]
         return torch.from_numpy(np.stack(parts).astype(np.int64))
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """Copies `t`, in pageable host memory, to the device. With `pin` the host does not wait: torch copies
-    through pinned memory of its own, which it uses again once the copy is done."""
+    """Copies `t` to the device. With `pin` the host does not wait: torch copies through pinned memory of its
+    own."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
@@ -64,8 +63,8 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
-    """Reads the meta.json of a folder with `splits`. Errors: ConfigError: memo/tokens.py writes it
-    otherwise."""
+    """Reads the meta.json of a folder with `splits`. Errors: ConfigError: it is not as memo/tokens.py writes
+    it."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")
@@ -92,8 +91,8 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
 
 
 class Ids:
-    """Reads the token ids of one .bin: len(), and slices, which are read when asked for: a mapped file that
-    is cut short would kill the process. Errors: ConfigError: it is not there, or not `count` ids long."""
+    """Reads token ids of one .bin by slices: a mapped file that is cut short would kill the process. Errors:
+    ConfigError: it is not there, or not `count` ids long."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
@@ -134,15 +133,13 @@ class Ids:
 
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
-    """Opens `splits` of `dataset`, a folder's name under data/ or a path, for sequences of `block_size`
-    tokens. `whole`: compares all of it with what was prepared, not stretches alone. Errors: ConfigError:
-    there is no dataset, its files or the ids in these stretches do not fit its meta.json, or a split is
-    shorter than block_size + 1 tokens."""
+    """Opens `splits` of `dataset`, a folder's name under data/ or a path. `whole`: compares all of it with
+    what was prepared, not stretches alone. Errors: ConfigError: there is no dataset, its files or ids do not
+    fit its meta.json, or a split is shorter than block_size + 1 tokens."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
-        command = prepare_again(DATA / dataset)
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "
-                          f"{command}")
+                          f"{prepare_again(DATA / dataset)}")
     meta = read_meta(folder, splits)
     dtype = DTYPES[meta["dtype"]]
     tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in splits}

@@ -56,12 +56,12 @@ def crc32(path: Path) -> int:
 
 
 class Saver:
-    """Writes a run's checkpoints in the background; every rank makes the same calls. `group`: a gloo group of
-    all ranks that nothing else uses; None: one process. `pin`: copy a GPU's states through page-locked
-    memory. `keep`: how many of the newest checkpoints stay, beside one that no step has followed yet; on a
-    full disk one. `whole`: the iteration of the newest whole one. `read`: reads a piece's tensor when it is
-    written; pieces then have shapes only. `copies`: copy pieces, so that they may change soon. `lease`: is an
-    out_dir still this run's? Rank 0 asks before each of its changes there."""
+    """Writes checkpoints in the background; every rank makes the same calls. `group`: a gloo group of all
+    ranks that nothing else uses; None: one process. `pin`: copy from a GPU through page-locked memory.
+    `keep`: how many stay, beside one that no step has followed yet; on a full disk one. `whole`: the newest
+    whole one's iteration. `read`: reads a piece's tensor when it is written; pieces then have shapes only.
+    `copies`: copy pieces, which may change soon. `lease`: is an out_dir still this run's? Rank 0 asks before
+    each change."""
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
@@ -78,9 +78,8 @@ class Saver:
         self.slab: HostSlab | None = None  # page-locked once
 
     def save(self, pieces: list[Piece], config: JsonObject, iter: int) -> None:
-        """Starts to write the checkpoint of a run with these keys and the next iteration `iter`, if it is not
-        there. The fp32 `pieces` must not change before copied(). Errors: wait()'s, of the save before; then
-        none starts."""
+        """Starts to write the checkpoint for the next iteration `iter`, if it is not there. The fp32 `pieces`
+        must not change before copied(). Errors: wait()'s, of the save before; then none starts."""
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
@@ -244,8 +243,8 @@ class Saver:
         sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
-        """Removes, on rank 0, this run's checkpoints but the `keep` newest, and all damaged ones but as many.
-        What has a higher number than its newest is not its own."""
+        """Removes, on rank 0, all but the `keep` newest of this run's checkpoints, which have no higher
+        number than its newest, and of damaged ones."""
         out = self.folder.parent
         if self.rank or self.whole is None or not self.lease(out):
             return
@@ -288,8 +287,8 @@ class Checkpoint:
         return ((name.removeprefix(f"{prefix}."), self.tensor(name)) for name in self.shapes(prefix))
 
     def read(self, pieces: list[Piece]) -> None:
-        """Fills the `pieces` in place, on any device, in any layout; each rank reads for itself. Their names
-        and shapes must be those of the checkpoint. Errors: CheckpointError: they are not finite; Damaged."""
+        """Fills the `pieces`, named and shaped as in the checkpoint, in any layout; each rank reads for
+        itself. Errors: CheckpointError: they are not finite; Damaged."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:
@@ -304,9 +303,9 @@ class Checkpoint:
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,
          passed_over: Mapping[Path, str] = {}) -> Checkpoint:
-    """Opens the newest checkpoint in `out_dir` that is not in `passed_over`, as manifest.newest() finds it.
-    Each of `world` ranks checks its part of the files. Errors: CheckpointError: there is none, or it has
-    another format; Damaged: one of its files is missing, truncated or corrupt."""
+    """Opens the newest checkpoint in `out_dir` that is not in `passed_over`. Each of `world` ranks checks its
+    part of the files. Errors: CheckpointError: there is none; Damaged: a file is missing, cut short or
+    corrupt."""
     path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)
@@ -348,8 +347,7 @@ def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
 
 
 def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
-    """Raises CheckpointError where a parameter is missing in the model or in the checkpoint, or has another
-    shape; or where the checkpoint is of another model with equal shapes."""
+    """Raises CheckpointError where parameters or their shapes differ, or the model does with equal shapes."""
     cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
     other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}
@@ -369,7 +367,7 @@ def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
 
 def restore(ckpt: Checkpoint, model: Model, optimizer: Optimizer | None = None) -> None:
     """Sets master weights, moments and the count of steps, or without an optimizer the model's parameters.
-    Sends nothing to other ranks. Errors, those of check_model(), come before anything is overwritten."""
+    Sends nothing to other ranks. Errors, as check_model(), come before anything is overwritten."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
     check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:

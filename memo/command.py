@@ -79,8 +79,8 @@ def check_alone(command: str) -> None:
 
 
 def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """Runs a command, main(argv) -> exit code or None for 0. The user's mistakes, and errors that last_line()
-    knows, are told in one line; other errors with their traceback."""
+    """Runs main(argv) -> exit code. The user's mistakes, and errors that last_line() knows, are told in one
+    line."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
@@ -102,9 +102,8 @@ def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) 
 
 
 def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> None:
-    """Answers --help and typos before torch is imported, which takes seconds; of several ranks only rank 0
-    will. From here on a signal, or a full disk on which torch cannot write, gives no traceback, nor do
-    warnings of torch's C++."""
+    """Answers --help and typos before torch is imported, which takes seconds, on rank 0. Then no signal gives
+    a traceback, nor a full disk, on which torch cannot write, and torch's C++ does not warn."""
     if not trains:
         end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -131,8 +130,8 @@ def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackT
 
 
 def end_with_reader() -> None:
-    """Lets the process end by SIGPIPE when its output has no reader any more (`| head`), as other commands
-    do. A training run must not: it goes on when a socket breaks."""
+    """Ends the process by SIGPIPE when its output has no reader any more (`| head`), as other commands do. A
+    training run must not: it goes on when a socket breaks."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -155,8 +154,7 @@ class Console:
     """Stands for stdout or stderr: where a disk is full or the reader is gone, text is lost, not the run."""
 
     def __init__(self, stream: Any) -> None:
-        # the caller closes it
-        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115
+        self.stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115  close() does
         self.stream.reconfigure(errors="backslashreplace")  # names of files may hold any bytes
 
     def write(self, text: str) -> int:

@@ -3,8 +3,7 @@
     python -m memo.convert from-hf <hf_folder> <out_dir>    a local model -> a checkpoint, config.json
     python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads
 
-Both ways go tensor by tensor: a few of them are in memory at once. The files of the tokenizer go along.
-"""
+Both ways go tensor by tensor: a few are in memory at once. The files of the tokenizer go along."""
 
 import sys
 from argparse import Namespace
@@ -53,9 +52,9 @@ from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, 
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
-    """Reads the tokenizer beside the weights: None without one, or for a form that memo does not read.
+    """Reads the tokenizer beside the weights, or None: in a form that memo does not read it just goes along.
     Errors: ConfigError: it cannot be used, or has more tokens than the model."""
-    with suppress(OtherForm):  # it goes along
+    with suppress(OtherForm):
         if tokenizer := find_tokenizer(folder):
             check_vocab_size(tokenizer, folder, cfg.vocab_size)
         return tokenizer
@@ -127,8 +126,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
 def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
                 end: str | None) -> dict[str, bytes]:
     """Makes {name: content} of what transformers needs beside the weights. A model that came with files keeps
-    them, but for what training has changed. One that was made here gets a config.json and the dataset's
-    `tokenizer`, whose documents end with the token `end`. Errors: ConfigError; OSError."""
+    them, but for what training has changed; one that was made here gets a config.json and the dataset's
+    `tokenizer`, with the `end` of its documents. Errors: ConfigError; OSError."""
     source, files, of_tokenizer = out_dir / OWN, own_files(out_dir / OWN), JsonObject()
     if CONFIG in files:
         config = huggingface.overlaid(source, cfg, dtype)

@@ -60,8 +60,6 @@ class Sealed(io.BufferedWriter):
         self.seal = seals[Path(path).name.removesuffix(".tmp")] = [0, 0]
 
     def write(self, data: Any) -> int:
-        """Writes the pieces of all ranks of a gloo `group` (None: one process) into the folder -> {name of a
-        file of this rank: [bytes, crc32]}. `read`: gives the tensor of a piece that has only its shape."""
         self.seal[:] = self.seal[0] + memoryview(data).nbytes, zlib.crc32(data, self.seal[1])
         WRITTEN[0] += 1
         return super().write(data)
@@ -88,8 +86,8 @@ class Writer(dcp.FileSystemWriter):
 
 def write(folder: Path, pieces: list[Piece], group: dist.ProcessGroup | None,
           read: Callable[[Piece], torch.Tensor] | None = None) -> dict[str, list[int]]:
-    """Writes the pieces of all ranks of a gloo `group`, None: of one process, into the folder -> {name of a
-    file of this rank: [bytes, crc32]}. `read`: gives the tensor of a piece that has only its shape."""
+    """Writes the pieces of all ranks of a gloo `group`, or None, into the folder -> {name of a file of this
+    rank: [bytes, crc32]}. `read`: gives the tensor of a piece that has only its shape."""
     # no copying ahead: it is for tensors on a GPU, and would wake up GPU 0 from every rank's thread. torch
     # keeps the tensors of a file until it is complete: what is read late gets a file each
     writer = Writer(folder, per_thread_copy_ahead=0, single_file_per_rank=read is None)

@@ -13,12 +13,11 @@ from memo.keys import Value
 
 
 def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """Picks (torch.device, torch.dtype) by `cfg.device` and `cfg.dtype`: the local_rank-th GPU of this host.
-    Errors: ConfigError: there is no CUDA GPU, or there are too few."""
+    """Picks (torch.device, torch.dtype): the local_rank-th GPU of this host. Errors: ConfigError: there is
+    none."""
     if cfg.device != "cpu":
-        # Read when CUDA and NCCL start. Each stream gets a hardware queue of its own: in a shared one
-        # messages that wait for other ranks hold up what is behind them. Messages of several communicators
-        # start in the order of the host, in which tests prove them to meet
+        # read when CUDA and NCCL start. Messages that wait in a shared hardware queue hold up what is behind
+        # them; several communicators' start in the order of the host, in which tests prove them to meet
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     cuda = torch.cuda.is_available()
@@ -73,8 +72,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Readies a device for measuring its room: cuBLAS takes its workspace, and blocks in torch's cache go
-    back to the device; otherwise small tensors that stay would hold large segments of the cache."""
+    """Readies a device for measuring its room: cuBLAS takes its workspace, and torch's cache is emptied,
+    where small tensors that stay would hold large segments."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)

@@ -1,9 +1,8 @@
-"""Is this machine what memo needs, and what is it good for? python -m memo.doctor [--json]
-on several GPUs, with what is between them: torchrun --nproc_per_node=8 -m memo.doctor
+"""Is this machine what memo needs, and what is it good for? python -m memo.doctor [--json] on several GPUs,
+with what is between them: torchrun --nproc_per_node=8 -m memo.doctor
 
-Each check yields findings: facts, chosen kernels and short measurements, each beside what is expected, where
-the tables of memo/estimate/hardware.py know the GPU. A fault is a finding with a remedy.
-"""
+Each check yields findings: facts, kernels, short measurements, each beside what is expected, where the tables
+of memo/estimate/hardware.py know the GPU. A fault is a finding with a remedy."""
 
 import sys
 from argparse import Namespace
@@ -65,8 +64,7 @@ SLOW = 0.5  # of what is expected: less is a fault
 
 
 class Finding(NamedTuple):
-    """Holds what was found of what; `expected`, where something is; `remedy`, in one line, where it is a
-    fault."""
+    """Holds what was found of what, what was expected, and, where it is a fault, a remedy in one line."""
 
     what: str
     found: str
@@ -285,7 +283,6 @@ def findings_of(check: Callable[[Here], Iterator[Finding]], here: Here) -> Itera
 
 
 def show(f: Finding) -> None:
-    """Prints a row of the table."""
     print(f"{f.what:34} {f.found:46} {f.expected and f'expected {f.expected}'}".rstrip(), flush=True)
     if f.remedy:
         print(f"    FAULT: {f.remedy}", flush=True)

@@ -22,8 +22,8 @@ MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
 
 def save(run: Run) -> None:
-    """Starts to save the steps done, after the save before, whose failure is a warning: this one may succeed.
-    Errors: TrainingError, after too many failures."""
+    """Starts to save the steps done; a failure of the save before is a warning. Errors: TrainingError, after
+    too many."""
     try:
         run.saver.wait()
         run.failed_saves = 0
@@ -123,8 +123,8 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
 
 
 def complete(run: Run, train: Callable) -> int:
-    """Prints the first and the last lines around train(run, stop) -> the exit code: 0, or 128 + the number of
-    the signal that stopped the run. Errors: those of train_and_save()."""
+    """Prints the first and last lines around train(run, stop) -> the exit code, 0 or 128 + the number of the
+    signal that stopped it. Errors: those of train_and_save()."""
     cfg = run.cfg
     stop = StopSignal(quiet=not run.speaks, alone=run.mesh.host.size == 1)
     try:

@@ -48,8 +48,7 @@ def reason(e: BaseException) -> str:
 
 
 def elsewhere(e: BaseException, what: str) -> str:
-    """Says what mends the exception `e` of writing something: room where there was none, or another
-    `what`."""
+    """Says what mends the exception `e` of writing something: room, or another `what`."""
     return "free some space there or " * (reason(e) in FULL) + f"choose another {what}"
 
 

@@ -1,8 +1,6 @@
-"""Reading within bounds, writing whole files, and the cache folder.
-
-Every text and every JSON that memo reads comes through read_text() or load_json(). A file may be damaged, or
-made by an attacker: a pipe, an endless device and JSON nested without end are refused.
-"""
+"""Reading within bounds, writing whole files, and the cache folder. Every text and JSON that memo reads comes
+through read_text() or load_json(). A file may be damaged, or made by an attacker: a pipe, an endless device
+and JSON nested without end are refused."""
 
 import errno
 import hashlib
@@ -86,8 +84,8 @@ def depth(value: Json) -> int:
 
 
 def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
-    """Parses a JSON text -> its object. Errors: ValueError: it is no JSON, no object, nested deeper than
-    MOST_DEPTH, or has too many values, a name twice in one object, or a number that is not finite."""
+    """Parses a JSON object. Errors: ValueError: it is none, nested deeper than MOST_DEPTH, or has too many
+    values, a name twice in an object, or a number that is not finite."""
     if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
         raise ValueError(f"it must have at most {most_values:,} values")
 
@@ -148,8 +146,8 @@ def command_of(module: str, function: str, *args: str) -> list[str]:
 
 
 def limit_process(nbytes: int) -> None:
-    """Limits this process, which only reads a file of `nbytes`: it ends beyond TRIAL_BYTES of memory, or
-    TRIAL_S seconds and one a BYTES_PER_S."""
+    """Ends this process, which only reads a file of `nbytes`, beyond TRIAL_BYTES of memory, or TRIAL_S and
+    one second a BYTES_PER_S."""
     used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
     limits = {resource.RLIMIT_CPU: ceil(used) + TRIAL_S + nbytes // BYTES_PER_S, resource.RLIMIT_CORE: 0,
               resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
@@ -185,8 +183,8 @@ def sync_folder(folder: str | Path) -> None:
 @contextmanager
 def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Opens a new file, for writing and reading, which takes the place of the regular file at `path`, or of
-    nothing, once it is whole and on the disk. Where the block fails, `path` stays as it was. Nobody can plant
-    the new file's name, and a link, a pipe or a device at `path` is an error. Errors: OSError."""
+    nothing, once it is whole and on the disk; a failure leaves `path` alone. Nobody can plant the new name,
+    and a link, a pipe or a device at `path` is an error. Errors: OSError."""
     folder, name = os.path.split(path)
     parent = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = f"{NEW}{secrets.token_hex(8)}"
@@ -210,8 +208,8 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def own_folder(path: Path) -> Path:
-    """Makes the folder `path`, to write there -> it. Errors: OSError: what stands there is no folder, or a
-    link to one: what it leads to may be anybody's."""
+    """Makes the folder `path` -> it. Errors: OSError: it is none, or a link: what it leads to may be
+    anybody's."""
     with suppress(FileExistsError):
         path.mkdir(parents=True, exist_ok=True)
     if not stat.S_ISDIR(path.lstat().st_mode):
@@ -255,8 +253,8 @@ def ours_alone(status: os.stat_result) -> bool:
 
 
 def cache_place() -> tuple[Path | None, str | None]:
-    """Finds the folder of compiled code, plans and calibrations -> (folder, None), or where there is none
-    that only this user can write, since others could plant files there: (None, the reason and a remedy)."""
+    """Finds the folder of compiled code, plans and calibrations -> (folder, None), or, where others could
+    plant files there: (None, the reason and a remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()

@@ -1,7 +1,5 @@
-"""Flat buffers: every parameter, gradient and moment of a model is a view of one tensor.
-
-So a norm, a cast or an optimizer step is one kernel over one tensor, and a shard is a range of it.
-"""
+"""Flat buffers: every parameter, gradient and moment of a model is a view of one tensor, so that a norm, a
+cast or an optimizer step is one kernel, and a shard is a range."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,14 +72,12 @@ def is_shared(p: Location, tp: int) -> bool:
 
 
 def shared_numel(layout: dict[str, Location], tp: int) -> int:
-    """Counts the elements of a layout that all tp ranks hold."""
     return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
 
 
 def local_layout(cfg: Layout, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
-    """Lays out a tp rank's part of a stage -> {name: Location}, and [(start, end)] of its buckets: the
-    embeddings, each layer, norm and head. `data` ranks can share out each equally; first and last may be
-    empty."""
+    """Lays out a tp rank's part of a stage -> {name: Location}, [(start, end)] of its buckets: embeddings,
+    each layer, norm and head. `data` ranks can share out each equally; the first and last may be empty."""
     return known_layout(tuple(getattr(cfg, name) for name in STAGE_KEYS), tp, data)
 
 
@@ -113,9 +109,8 @@ def layer_numel(cfg: Layout, data: int) -> int:
 # --- flat buffers ---
 
 def gradients_in_turns(cfg: Layout, micro_batches: int) -> range:
-    """Lists the buckets whose gradients take turns in two places of the device. With the optimizer on the
-    host a layer's leave while the layer below computes, unless another micro batch is to add to them, or
-    another subsequence, whose units come behind those of all layers."""
+    """Lists the buckets whose gradients take turns in two places of the device: with the optimizer on the
+    host each layer's leave while the layer below computes, unless another unit is to add to them."""
     leaves = cfg.optimizer_device == "cpu" and micro_batches == 1 and cfg.by_layer and not cfg.layers_come
     return range(1, len(cfg.layers) + 1) if leaves else weights_in_turns(cfg)
 
@@ -135,9 +130,8 @@ def states_of(cfg: Layout, replicas: int, micro_batches: int) -> States:
 
 
 def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list[tuple[int, int]], int]:
-    """Places the buckets in a flat buffer -> [(start, end)] of each, elements in all. Those that take turns
-    have its first part, which holds any two neighbours: odd ones begin where it begins, even ones end where
-    it ends. Each comes when the one two before it is done, and finds there but its neighbour."""
+    """Places buckets in a flat buffer -> [(start, end)], elements in all. Those in turns have its first part:
+    odd ones begin where it begins, even ones end where it ends, so that any two neighbours fit."""
     sizes = [end - start for start, end in buckets]
     room = max((a + b for a, b in pairwise([0, *(sizes[k] for k in in_turns)])), default=0)
     places, free = [], room
@@ -164,8 +158,8 @@ def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool
 
 
 def boxes(start: int, end: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Cuts the elements [start, end) of a matrix with rows of `width` into at most three boxes, in order: a
-    part of a row, whole rows, a part of a row -> [(row, column, rows, columns)]."""
+    """Cuts elements [start, end) of a matrix, in order, into at most three boxes (row, column, rows,
+    columns)."""
     cut = []
     while start < end:
         row, column = divmod(start, width)

@@ -5,23 +5,22 @@ from memo.settings import Settings
 
 
 def parameters(cfg: Settings) -> int:
-    """Counts P, the elements of all matrices: of the layers, the embedding, and a head that is not the
-    embedding's; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
+    """Counts P, the elements of all matrices, a tied head's once; for GPT 12 L C^2 + V C. Source: MEMO
+    5.1."""
     tables = 1 if cfg.tie_embeddings else 2
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
 def flops_per_sample(cfg: Settings) -> int:
-    """Counts a sequence's model FLOPs, forward and backward: 6 S P + 6 L H D S^2, where P leaves out an
-    embedding that is not the head's too: its rows are looked up. The second term is attention under the
-    causal mask, half of that without. Source: MEMO 5.1."""
+    """Counts a sequence's model FLOPs, forward and backward: 6 S P, without an embedding that is only looked
+    up, + 6 L H D S^2 of attention under the causal mask (without it: twice that). Source: MEMO 5.1."""
     S, looked_up = cfg.block_size, 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
     return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
 
 
 def layer_forward_flops(cfg: Settings, tokens: int) -> int:
-    """Counts the model FLOPs of a layer's forward on a sequence's first `tokens` tokens: 2 E t + 2 H D t^2,
-    where E are the elements of its matrices, and the second term is causal attention. Source: MEMO 5.1."""
+    """Counts a layer's FLOPs, forward, on the first `tokens` t: 2 E t of its matrices' E elements + 2 H D t^2
+    of causal attention. Source: MEMO 5.1."""
     linear, square = layer_forward_terms(cfg)
     return linear * tokens + square * tokens**2
 

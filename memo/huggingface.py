@@ -1,9 +1,7 @@
-"""Families of models in Hugging Face's format: config.json <-> memo's keys, and the names, shapes and places
-of their weights. Without torch.
-
-A field of a config.json is translated, or has a value that memo has, or is known to leave the model as it is;
-any other is an error. A field that is left out has the value that transformers 5.23 gives it.
-"""
+"""Families of models in Hugging Face's format: config.json <-> memo's keys, and their weights' names, shapes
+and places. A field of a config.json is translated, or has a value that memo has, or leaves the model as it
+is; any other is an error. One that is left out has the value that transformers 5.23 gives it. Without
+torch."""
 
 import json
 from collections.abc import Mapping
@@ -35,7 +33,6 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
-# No files of a model's description: weights, in each form that they have
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -44,10 +41,10 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 
 @dataclass(frozen=True)
 class Family:
-    """Describes a family. `prefix`: in front of all names of weights but the head's. `layers`: in front of a
-    layer's number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key: field}.
-    `only`: {field: the values that memo has, first the default}. `keys`: memo's keys of every such model.
-    `norm_eps`: (field, default). `tied`, `defaults`: defaults, where they differ from Llama's."""
+    """Describes a family. `prefix`: of all names of weights but the head's. `layers`: in front of a layer's
+    number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key: field}. `only`:
+    {field: the values that memo has, first the default}. `norm_eps`: (field, default). `tied`, `defaults`:
+    unlike Llama's."""
 
     architecture: str
     prefix: str
@@ -162,8 +159,8 @@ def float_field(path: Path, name: str, value: Json) -> float:
 
 
 def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
-    """Checks that every layer of the model in `folder`, if any, attends to all of S tokens, a length that
-    `option` sets. Errors: ConfigError: some layer has a shorter window."""
+    """Raises ConfigError where a layer of the model in `folder`, if any, attends to less than S tokens, the
+    value of `option`."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
@@ -268,8 +265,8 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
-    """Makes the config.json of the model that came with the folder `own` and was trained as `cfg`: its own
-    fields, and those that training has changed. Errors: ConfigError."""
+    """Makes the config.json of a model that came with `own` and was trained as `cfg`: its own fields, but for
+    what training has changed. Errors: ConfigError."""
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
     config = hf_config(cfg, dtype, {})
@@ -285,8 +282,8 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
 # --- the files that came with a model ---
 
 def own_files(folder: Path) -> dict[str, bytes]:
-    """Reads {name: content} of what lies in a model's folder beside the weights: config.json, the tokenizer's
-    files, templates. What is too large together is left out, with a warning. Errors: OSError."""
+    """Reads {name: content} of what a model's folder has beside the weights: config.json, tokenizer,
+    templates. What is too large together is left out, with a warning. Errors: OSError."""
     contents, room = {}, MOST_TEXT_CHARS
     templates = (folder / "additional_chat_templates").glob("*.jinja")
     files = [p for p in (*folder.iterdir(), *templates) if p.is_file()] if folder.is_dir() else []
@@ -316,8 +313,8 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
 
 @dataclass(frozen=True)
 class Weight:
-    """Locates memo's parameter `name` in transformers' tensor `there` of `shape`: from row `first`, or
-    column, if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
+    """Places memo's parameter `name` in transformers' tensor `there` of `shape`: from row `first`, or column,
+    if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
 
     name: str
     there: str
@@ -331,8 +328,7 @@ ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pa
 
 
 def weights_of(cfg: Config) -> list[Weight]:
-    """Lists the Weights of all stages. GPT-2 has all biases, q, k and v in one matrix, linears as (in,
-    out)."""
+    """Lists the Weights of all stages. GPT-2 has all biases, one matrix of q, k and v, linears (in, out)."""
     family, C, weights = FAMILIES[family_of(cfg)], cfg.n_embd, []
     for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")

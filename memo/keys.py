@@ -24,9 +24,9 @@ MOST_COLUMNS = 110
 def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
         why: str = "", auto: bool = False) -> Value:
-    """Makes a key with its default, its --help line and the values it may take. `why`: the reason of `below`
-    or `most`. For a text `least` counts characters. A number with the default "auto", or `auto`, may be that.
-    `section`: the heading of this key and of those that follow."""
+    """Makes a key. `why`: the reason of `below` or `most`. For a text `least` counts characters. A number
+    with the default "auto", or `auto`, may be that. `section`: the heading of this key and those that
+    follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why, auto=auto))
 
@@ -49,7 +49,6 @@ def may_be_auto(f: Field[Value]) -> bool:
 
 
 def type_name(f: Field[Value]) -> str:
-    """Names the type of a key, for a message."""
     return f"{kind_of(f).__name__} or auto" if may_be_auto(f) else kind_of(f).__name__
 
 
@@ -91,8 +90,7 @@ def check_value(f: Field[Value], value: Value) -> None:
 
 
 def number_of(text: str, kind: type = int) -> Value:
-    """Reads an int or float in plain digits. Errors: ValueError: it is none, or it has digits of another
-    script, underscores or spaces, which Python takes."""
+    """Reads a number. Errors: ValueError: it has other scripts' digits, underscores or spaces, or is none."""
     if not text.isascii() or set(text) & {"_", *string.whitespace}:
         raise ValueError(f"{text!r:.100} must be a number in the digits 0 to 9")
     return kind(text)

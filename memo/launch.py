@@ -86,7 +86,7 @@ def follow_torchrun() -> None:
 
 def run_name() -> str:
     """Gives this run a random name, which torchrun's own store keeps for those that it starts again: ids of
-    processes, of jobs and of rendezvous come again in other runs."""
+    processes, jobs and rendezvous come again."""
     name = uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with suppress(RuntimeError, KeyError, ValueError):  # without it the run is another one
@@ -166,9 +166,8 @@ def rank_errors(host: Axis, where: Callable[[], str] | None = None) -> Iterator[
 # --- connections ---
 
 def meeting(store: dist.Store, rank: int, world: int) -> str:
-    """Names all that the present ranks write into the store. torchrun may keep its store over a restart, and
-    each node counts its restarts for itself: the addresses of ranks that are gone must not be found. Errors:
-    ConfigError: this rank is of another run."""
+    """Names what the present ranks write into the store, which torchrun may keep over a restart: the
+    addresses of ranks that are gone must not be found. Errors: ConfigError: this rank is of another run."""
     me = uuid4().hex
     if rank > 0:
         with progress(lambda: f"rank {rank}: waiting for rank 0 to answer"):
@@ -216,9 +215,9 @@ def open_store(launch: Launch) -> dist.Store:
 
 
 def start_pulse(rank: int, world: int) -> Callable[[], None]:
-    """Ends this process when the rank before it is gone, at once, or says nothing for LOST_S: a GPU would
-    wait for its messages for days. Each rank tells the next one every BEAT_S that it is alive (0), in the end
-    that it stops (1) -> a function that stops this one."""
+    """Ends this process at once when the rank before it is gone, or says nothing for LOST_S: a GPU would wait
+    for days. Each rank tells the next every BEAT_S that it lives (0), or stops (1) -> a function that
+    stops."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
     before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 
@@ -274,8 +273,8 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 @contextmanager
 def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
-    """Yields (the group of all ranks, over gloo, their store) where the process is one of several, else
-    Nones. Where the with-block ends with an error the process must end too: rank_errors()."""
+    """Yields (the gloo group of all ranks, their store), Nones for one process. Where the with-block ends
+    with an error the process must end too: rank_errors()."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_torchrun()
     if launch.world == 1:

@@ -11,8 +11,7 @@ from memo.formulas import head_share
 from memo.keys import Value
 from memo.msp import Shares
 
-# for communicators: torch has a pool of 32 of that priority, and a checkpoint's copies take one. Those of
-# memo/schedule/streams.py are of the other pool
+# torch's pool has 32 streams of that priority, one for a checkpoint's copies; streams.py has the other pool
 MOST_COMMUNICATORS = 31
 LANES = 2  # communicators of two stages that compute for each other: one for each direction
 
@@ -34,8 +33,8 @@ class Layout(Config):
 
     @classmethod
     def of(cls, config: Config, **decided: Value) -> Self:
-        """Lays out `config` with the keys that were `decided`, and `stage`, by default the first. What nobody
-        has decided is one stage, one subsequence, states on the device."""
+        """Lays out `config` with the keys `decided`. By default there is one stage, the first, and one
+        subsequence, with states on the device."""
         keys = {name: value for name, value in (as_keys(config) | decided).items()
                 if name not in CHOSEN_KEYS or value != "auto"}
         return cls(**keys)
@@ -51,7 +50,6 @@ class Layout(Config):
 
     @property
     def every_stage(self) -> list[Self]:
-        """Lays out a rank of each stage."""
         return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
 
     @property
@@ -67,7 +65,6 @@ class Layout(Config):
 
     @property
     def has_embedding(self) -> bool:
-        """Says whether this rank's stage is the first, which has the embedding."""
         return self.stage == 0
 
     @property
@@ -87,7 +84,6 @@ class Layout(Config):
 
     @property
     def by_layer(self) -> bool:
-        """Says whether units run layer by layer."""
         return self.subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
 
     @property
@@ -97,8 +93,8 @@ class Layout(Config):
 
     @property
     def edges_come(self) -> bool:
-        """Says whether embedding and head come too: not where they share one matrix, which both ends need.
-        Beside a single layer they stay (memo/schedule/program.py: coming)."""
+        """Says whether embedding and head come: not where both ends need the one matrix. Beside a single
+        layer they stay (memo/schedule/program.py: coming)."""
         return self.layers_come and not self.tie_embeddings
 
     @property
@@ -109,8 +105,8 @@ class Layout(Config):
 
 @lru_cache(64)
 def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
-    """Counts the layers of each of `pp` stages, at least one, so that FLOPs are as equal as may be; the last
-    stage has the head, `head` layers' worth. Looking up the embedding takes none. Source: SPPO 3.3."""
+    """Counts the layers of `pp` stages, at least one each, for equal FLOPs: the last stage has the head,
+    worth `head` layers; looking up the embedding takes none. Source: SPPO 3.3."""
     if pp == 1:
         return layers,
 
@@ -141,9 +137,8 @@ def degrees(cfg: Config, world: int) -> int:
 def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
                   layers_come: bool = False) -> dict[str, str]:
     """Lists {axis: the axis whose communicator carries its messages} of the axes with several ranks, but for
-    a pipeline's neighbours. Each has its own, for a communicator does what it is given in order: METP's
-    matrices do not wait for broadcasts, nor parameters that come for sums of gradients. Only `world` shares
-    that of an axis with the same ranks: it sums scalars when the other has nothing under way."""
+    a pipeline's neighbours. Each has its own, for a communicator does what it is given in order; only `world`
+    shares that of an axis with the same ranks: it sums scalars when the other has nothing under way."""
     sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
                  shards=dp * cp if layers_come else 1, world=pp * dp * cp * tp)
     carriers = {name: name for name, size in sizes.items() if size > 1}
@@ -155,16 +150,15 @@ def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
 
 def n_communicators(cfg: Layout, world: int) -> int:
     """Counts a rank's communicators between GPUs: of its axes; two with each neighbour of a pipeline; one for
-    the gradients of a matrix that the first and the last stage hold. Stages that compute for each other have
-    LANES more each, made when it is known who does."""
+    gradients of a matrix that the first and last stage hold. LANES for each helper are made later."""
     dp, neighbours = world // (cfg.pp * cfg.cp * cfg.tp), (not cfg.has_embedding) + (not cfg.has_head)
     carriers = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
     return len(carriers) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
 
 
 def check_streams(cfg: Layout, world: int) -> None:
-    """Raises ConfigError where communicators outnumber the streams: two that shared one might hold each other
-    up in a circle. With msp each stage may compute for each other one."""
+    """Raises ConfigError where communicators outnumber streams: two on one might hold each other up in a
+    circle. With msp each stage may compute for each other one."""
     if not cfg.msp:  # without it a stage has few
         return
     most = LANES * (cfg.pp - 1) + max(n_communicators(stage, world) for stage in cfg.every_stage)

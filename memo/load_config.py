@@ -1,8 +1,6 @@
-"""Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face.
-
-Config files are assignments that are evaluated, never run. A value is a literal, a name assigned before, or
-arithmetic on numbers, within bounds: no file can run code, block a command or fill its memory.
-"""
+"""Where a configuration comes from: command line, config file, checkpoint, model of Hugging Face. Config
+files are assignments that are evaluated, never run. A value is a literal, a name assigned before, or
+arithmetic on numbers, within bounds: no file can run code, block a command or fill its memory."""
 
 import ast
 import difflib
@@ -145,8 +143,7 @@ def read_keys(argv: list[str]) -> tuple[str | None, Keys]:
 
 
 def stored_config(stored: Keys, **changes: Value) -> Config:
-    """Makes the Config of a checkpoint's keys, those that this memo knows, with `changes`. Errors:
-    ConfigError."""
+    """Makes the Config of a checkpoint's keys that this memo knows, with `changes`. Errors: ConfigError."""
     return Config(**{k: typed(KEYS[k], v, "") for k, v in stored.items() if k in KEYS} | changes)
 
 
@@ -191,9 +188,8 @@ def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[P
 
 
 def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
-    """Reads argv -> {key: value}: --key=value counts before the config file, that before `init_from`. Always
-    has warmup_iters: where a command line gives a shorter run and no warmup, cut to the length of the
-    decay."""
+    """Reads {key: value} of --key=value, else the config file, else `init_from`. warmup_iters is always
+    there: a command line that gives a shorter run and no warmup cuts it to the length of the decay."""
     path, values = read_keys(argv)
     for name, value in values.items():
         check_value(KEYS[name], value)
@@ -220,7 +216,6 @@ def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config
 
 
 def keys_help() -> str:
-    """Lists all keys for --help."""
     rows: list[tuple[str, str | None]] = []
     for f in KEYS.values():
         m = f.metadata

@@ -62,8 +62,8 @@ def is_step(row: dict) -> bool:
 
 
 def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dict]:
-    """Reads the lines of a metrics.jsonl, but for those that a kill, a full disk or a bit cut short or
-    changed, whose beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
+    """Reads a metrics.jsonl, but for the lines that a kill, a full disk or a bit cut short or changed, whose
+    beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
     rows = []
     with open(open_file(path), errors="replace") as f:
         if (size := os.fstat(f.fileno()).st_size) > MOST_METRICS:
@@ -138,8 +138,8 @@ class ConsoleLogger:
 
 
 class WandbLogger:
-    """Logs to Weights & Biases, without an account offline, into `out_dir`. No failure of it stops the run.
-    `id`: of the run there, which goes on where there is one."""
+    """Logs to Weights & Biases, without an account offline, into `out_dir`. No failure of it stops the
+    run."""
 
     def __init__(self, cfg: Config, config_dict: JsonObject, id: str | None = None) -> None:
         self.run: Any = None  # wandb's
@@ -151,10 +151,9 @@ class WandbLogger:
             keys = dict(project=cfg.wandb_project, name=cfg.wandb_run_name or None, dir=cfg.out_dir,
                         id=id, resume="allow", allow_val_change=True, config=config_dict,
                         settings=wandb.Settings(init_timeout=WANDB_S))
-            mode = os.environ.get("WANDB_MODE")
             try:
-                mode = mode or ("online" if wandb.login(prompt=False) else "offline")
-                self.run = wandb.init(**keys | dict(mode=mode))
+                mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+                self.run = wandb.init(**keys, mode=mode)
             except Exception as e:
                 warn(f"wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})")
                 self.run = wandb.init(**keys, mode="offline")

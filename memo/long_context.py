@@ -5,11 +5,10 @@ the same tokens where the model sees no more than the least length. The differen
 model has of the longer context. A loss that falls is no proof: the text may become easier.
 
 Needles: random tokens, a key and a value, take the place of some tokens of a text, and the key stands again
-at its end. Which of the value's tokens does the model predict then, with those before them given? And how
-much likelier are these than in a text that lacks the needle?
+at its end. Which of the value's tokens does the model predict, given those before, and how much likelier are
+they than without the needle?
 
-Tokens are scored in any layout of ranks. What a rank of cp does not hold is 0 in its results, until
-over_sequences() has the sum.
+What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,9 +75,8 @@ def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Computes (2, B, length), fp64, on the host, from ids (B, length + 1): target_scores() of the tokens
-    behind the first, where `wanted` (B, length) and where this rank of cp has them; else 0. Errors:
-    RunFailed."""
+    """Computes (2, B, length), fp64, on the host: target_scores() of the tokens behind the first of ids (B,
+    length + 1), where they are `wanted` and this rank of cp has them; else 0. Errors: RunFailed."""
     B, length = wanted.shape
     tp, device = model.mesh.weights, model.device
     with room_for(f"{B} x {length:,} tokens"):
@@ -119,8 +117,8 @@ def bucket_edges(length: int) -> list[int]:
 
 
 def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
-    """Computes (S,), fp64: the losses of the tokens behind the first in ids (S + 1,), where the model sees
-    windows of `context` tokens, which overlap by half: before a token it sees all, or at least context/2."""
+    """Computes (S,), fp64: the losses of ids (S + 1,) behind the first, seen in windows of `context` tokens,
+    which overlap by half: before a token the model sees all, or at least context/2."""
     S = len(ids) - 1
     starts = [*range(0, S - context, context // 2), S - context]
     ends = [0, *(start + context for start in starts[:-1])]  # of what the windows before have scored
@@ -137,8 +135,8 @@ def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
 
 
 def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
-    """Measures lists with an item for each bucket of positions, and what tokens gain whose past is longer
-    than the least length. tell(what is done now)."""
+    """Measures losses by buckets of positions, and what tokens gain by more than the least length. tell(what
+    is done now)."""
     S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
     edges = bucket_edges(S)
     counts = np.array([*np.diff(edges), max(1, S - cut)])
@@ -160,24 +158,23 @@ def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) 
 
 
 def usual_tokens(data: Data) -> np.ndarray:
-    """Finds ids of which the split has an eighth of the mean or more, which a model knows; at least
-    NEEDLE."""
+    """Finds ids that the split has an eighth of the mean or more of: a model knows these; NEEDLE at least."""
     counts = np.bincount(data.tokens["val"][:COUNTED], minlength=data.vocab_size)
     usual = np.count_nonzero(8 * data.vocab_size * counts >= counts.sum())
     return np.argsort(-counts, kind="stable")[:max(NEEDLE, usual)]
 
 
 def draw_needle(usual: np.ndarray, ids: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """Draws (NEEDLE,): the `usual` tokens that the text `ids` has least of, each once, in random order. What
-    the text has of them leads away from the needle."""
+    """Draws (NEEDLE,) of the `usual` tokens, in random order, of which the text `ids` has least: what it has
+    of them leads away from the needle."""
     usual = rng.permutation(usual)
     in_text = np.bincount(ids.numpy(), minlength=usual.max() + 1)[usual]
     return torch.from_numpy(rng.permutation(usual[np.argsort(in_text, kind="stable")[:NEEDLE]]))
 
 
 def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) -> torch.Tensor:
-    """Puts the needle at the end of the text `ids`, as query and answer, and at `depth`: 0 at the start, 1
-    just before the query, None nowhere."""
+    """Puts the needle at the end of the text `ids` and at `depth`: 0 start, 1 before the query, None
+    nowhere."""
     text = ids.clone()
     text[-NEEDLE:] = needle
     if depth is not None:

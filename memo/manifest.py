@@ -11,7 +11,6 @@ from memo.errors import CheckpointError, reason
 from memo.files import MOST_JSON_CHARS, JsonObject, parse_json, plain_name, read_text
 from memo.keys import shown
 
-# out_dir/ckpt/<iter>/checkpoint.json, as memo/checkpoint.py says
 CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's own manifest
 FORMAT = "memo 2"
@@ -28,8 +27,8 @@ class Damaged(CheckpointError):
 
 
 def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
-    """Makes the error of a checkpoint's file that raised `e`. Damaged: the content of the file is wrong.
-    CheckpointError: the disk or a permission is at fault, which may pass."""
+    """Makes the error of a checkpoint's file that raised `e`: Damaged where its content is wrong,
+    CheckpointError where the disk or a permission is at fault, which may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
@@ -53,7 +52,6 @@ def damaged(out_dir: str | Path) -> list[Path]:
 
 
 def latest(out_dir: str | Path) -> Path | None:
-    """Finds the folder of the newest checkpoint in `out_dir`, or None."""
     return next(iter(checkpoints(out_dir)), None)
 
 
@@ -72,8 +70,8 @@ def manifest_text(stored: JsonObject) -> str:
 
 
 def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, JsonObject]:
-    """Finds (folder, manifest) of the newest checkpoint in `out_dir`. `passed_over`: {folder: why it is not
-    to be used}. Errors: Damaged; CheckpointError: there is none, or all are passed over."""
+    """Finds (folder, manifest) of the newest checkpoint, but for {folder: why} `passed_over`. Errors:
+    Damaged; CheckpointError: there is none, or all are passed over."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))

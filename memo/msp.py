@@ -57,8 +57,7 @@ def helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> lis
 
 
 def dealt_helpers(stage: int, subsequence: int, stages: int, subsequences: int) -> list[int]:
-    """Deals these helpers out to all busy stages, as evenly as can be -> one stage's: each helper then needs
-    the weights of fewer stages."""
+    """Deals these helpers evenly to all busy stages -> one stage's: each then needs few stages' weights."""
     idle, slot = helpers(stage, subsequence, stages, subsequences), stage + subsequence
     busy = [k for k in range(stages) if 0 <= slot - k < subsequences]
     n, turn = len(idle), busy.index(stage)
@@ -75,8 +74,7 @@ def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[i
 
 
 def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
-    """Finds where the pieces of a unit of so many rows end, as near as multiples allow to their parts of the
-    FLOPs. flops(n): those of the first n rows."""
+    """Finds where a unit's pieces end, as near as multiples allow to their `parts` of flops(rows)."""
     every, ends, wanted = range(0, rows, multiple), list[int](), 0.0
     for part in parts[:-1]:
         wanted += part * flops(rows)
@@ -99,8 +97,7 @@ def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
     `multiple` rows. flops(x, n): of the first n rows of subsequence x."""
     pieces = list[Help]()
     for (stage, x), those in parts.items():
-        every = [1 - sum(those.values()), *those.values()]
-        ends = piece_ends(partial(flops, x), cuts[x], multiple, every)
+        ends = piece_ends(partial(flops, x), cuts[x], multiple, [1 - sum(those.values()), *those.values()])
         pieces += [Help(stage, x, helper, first, end, layers[stage],
                         (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
                    for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]
@@ -133,7 +130,7 @@ def helping_pairs(shares: Iterable[Help]) -> list[tuple[int, int]]:
 
 def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[int, int]]:
     """Lists (layer, guest_number()) of a helper's units before its own, or behind, in the forward's order:
-    slot by slot, layer by layer, homes in turns, so that none waits long for the next piece of a layer."""
+    slot by slot, layer by layer, homes in turns, so that none waits long for its next piece."""
     units = [(piece.stage + piece.subsequence, layer, piece.stage, guest_number(piece, subsequences))
              for piece in guests if piece.before == before for layer in range(piece.layers)]
     return [(layer, number) for _, layer, _, number in sorted(units)]

@@ -2,14 +2,13 @@
 decay on matrices only, one global norm.
 
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
-piece of each bucket. What happens when is memo/schedule/states.py's to say; Optimizer.work_of does its steps.
-Two sums come beside those over the replicas: pieces of a matrix that two stages of a pipeline hold are summed
-over both; gradients of parameters that all tp ranks hold cover local tokens only, and are summed over tp.
+piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Two
+more sums: pieces of a matrix that two stages hold, over both; gradients of parameters that all tp ranks hold
+cover local tokens only, over tp.
 
-With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded the sums
-of a layer's gradients are kept in pieces, and its parameters are made of the master weights whenever they are
-needed; with states=host both come from the host. So a layer's bucket has no place of its own on the device.
-Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
+With optimizer_device=cpu states and steps are the host's: see memo/staging.py. With states=sharded a layer's
+sums of gradients are kept in pieces, and its parameters made of the master weights when they are needed; with
+states=host both come from the host. Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for states=sharded.
 """
 
 from collections import defaultdict
@@ -98,8 +97,7 @@ class Optimizer:
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def find_parts(self, on_host: bool, tp: int) -> None:
-        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, what each
-        tp rank has a part of; `shared`, what all tp ranks hold, and its gradients."""
+        """Finds of each bucket: `decays`, whether weights decay; `split` and `shared` over the tp ranks."""
         self.decays: list[list[tuple[Range, bool]]] = []
         self.split: list[list[Range]] = []
         self.shared: list[list[tuple[Range, torch.Tensor]]] = []
@@ -150,8 +148,8 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def copies(self) -> Iterator[tuple[str, int]]:
-        """Yields (name, digest) of what is held more than once, by the same name: parameters that stay, of
-        all replicas; what they are rounded from; norms and tied matrices, with moments."""
+        """Yields (name, digest) of what is held twice, by the same name: parameters that stay, of all
+        replicas; what they are rounded from; norms and tied matrices, with moments."""
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, p in model.layout.items():
@@ -186,8 +184,8 @@ class Optimizer:
                                "message has failed; this state is not saved, what was saved before is whole")
 
     def pieces(self, saved: bool = False) -> list[Piece]:
-        """Lists views of what this rank holds of every parameter's states, after a step under way; with
-        `saved` what it is to save, nothing twice, if check_copies() finds no error: all ranks call it."""
+        """Lists views of this rank's part of all states; with `saved` what it is to save, nothing twice,
+        after check_copies(): all ranks call it. Waits for a step under way."""
         self.model.settle()
         if saved:
             self.check_copies()
@@ -289,8 +287,7 @@ class Optimizer:
     # --- the end of a step ---
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Completes the gradients -> their norm. step() scales them to at most `max_norm` (0: leaves
-        them)."""
+        """Completes the gradients -> their norm. step() scales them to `max_norm` at most (0: not at all)."""
         states = self.model.states
         assert self.model.complete or not (states.reduces or states.on_host), "backward(last=True) is missing"
         self.max_norm = max_norm

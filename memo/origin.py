@@ -13,8 +13,7 @@ from memo.keys import shown
 
 
 def code() -> dict[str, str]:
-    """Describes this process's code: memo's version, 16 digits of the sha256 of its files, torch's
-    version."""
+    """Names this process's code: memo's version, 16 digits of the sha256 of its files, torch's version."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py")
     for path in sorted(path for name in names for path in root.glob(name)):
@@ -23,8 +22,8 @@ def code() -> dict[str, str]:
 
 
 def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
-    """Finds {name: both values} of what differs from what it was, where that is known: of data that an older
-    memo has prepared, the first half of the fingerprint."""
+    """Finds {name: both values} of what differs from what it `was`, if known: of older data half a
+    fingerprint."""
     changed = {}
     for name, value in now.items():
         before = was.get(name, value)

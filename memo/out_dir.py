@@ -43,8 +43,8 @@ def lock(out: Path, owner: str) -> IO:
 
 
 def rescues(out: Path) -> tuple[str, list[Path]]:
-    """Finds how the names of temporary folders begin that hold what could not be saved in `out`, and these
-    folders, the newest first, but for those where a run has gone on."""
+    """Finds the start of names of temporary folders with what could not be saved in `out`, and these folders,
+    the newest first, but for those where a run has gone on."""
     start, folders = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
@@ -55,8 +55,8 @@ def rescues(out: Path) -> tuple[str, list[Path]]:
 
 
 def is_locked(out: Path, file: IO) -> bool:
-    """Says whether the open lock `file` is still the one in `out`: somebody may have removed the folder. A
-    network disk that does not answer has not lost it."""
+    """Says whether `file` is still the lock in `out`, which somebody may have removed. A network disk that
+    does not answer has not lost it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
     except (FileNotFoundError, NotADirectoryError):

@@ -30,8 +30,8 @@ class Bar(NamedTuple):
 
 
 def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
-    """Lists what a stage computes and copies of N subsequences, and its stalls. Rows that it computes for
-    another stage have that one's subsequence: their units' numbers count on by N for each stage."""
+    """Lists what a stage computes, copies and waits for, of N subsequences. Guest rows have their home's
+    subsequence: such units' numbers count on by N for each stage."""
     bars = []
     for s in spans:
         if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
@@ -110,9 +110,8 @@ def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Colour) 
 
 
 def pipeline(stages: Sequence[Sequence[Span]], N: int, png_path: str | Path, title: str) -> None:
-    """Draws a PNG of the spans of all stages, on one clock: for each what it computes, coloured by the
-    subsequence of N, and below its copies to the host and back. What is white in the upper row is the bubble:
-    nothing to compute yet, or no more."""
+    """Draws all stages' spans, on one clock, with what each computes, coloured by the subsequence of N, above
+    its copies. White there is the bubble: nothing to compute yet, or no more."""
     bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans, N)]
     looks = {bar.look for bar in bars}
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)

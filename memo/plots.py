@@ -36,8 +36,7 @@ def pyplot() -> Drawn:
 
 @contextmanager
 def picture(path: str | Path, *grid: int, **how: object) -> Iterator[tuple[Drawn, Drawn]]:
-    """Yields pyplot.subplots()'s (figure, axes). Then the figure is written to `path`, as replacing()
-    does."""
+    """Yields pyplot.subplots()'s (figure, axes), then writes the figure to `path`, as replacing() does."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         fig, axes = plt.subplots(*grid, **how)
@@ -74,8 +73,8 @@ def draw_boxes(ax: Drawn, boxes: Sequence[tuple[float, float, float, float]], **
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Replaces each value by that of a straight line fitted to its neighbours: on either side a quarter as
-    many as are before it, 2 to 50. So the curve does not lag where values fall, and is smooth elsewhere."""
+    """Replaces each value by that of a line fitted to its neighbours, on either side a quarter as many as are
+    before it, 2 to 50: the curve does not lag where values fall."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)
@@ -114,8 +113,8 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: Sequence[Span], json_path: Path, png_path: str | Path, title: str) -> None:
-    """Draws one step's spans (memo/schedule/streams.py): as a Chrome trace, which Perfetto opens, and as a
-    PNG with a row for each stream that has some. Red is the time that compute waited for copies."""
+    """Draws one step's spans as a Chrome trace, for Perfetto, and as a PNG with a row for each stream. Red:
+    compute waits."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
     streams = {s.stream for s in shown}
     rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]
@@ -200,8 +199,8 @@ def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, lin
 
 
 def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[Rectangle]:
-    """Converts request numbers of a step's rectangles to numbers of segments. `begins`: the request where
-    each segment begins, and the last one ends."""
+    """Converts request numbers of rectangles to segments' numbers. `begins`: the first request of each, and
+    the end."""
     at, to = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
               for end in ("start", "stop"))
     return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
@@ -218,9 +217,9 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
 
 
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
-    """Draws a step's tensors, address against time, where the Plan puts them, and below where `others`, other
-    allocators, do, on the same scale but up to 4 times as high. Tensors that the plan leaves to torch are in
-    none. Errors: ValueError: the trace requests no tensor that a plan may have."""
+    """Draws a step's tensors, address against time, where the Plan puts them; below, where `others` do, on
+    the same scale, up to 4 times as high. Tensors left to torch are in none. Errors: ValueError: there is no
+    other."""
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")
@@ -295,15 +294,12 @@ def name_lengths(ax: Drawn, lengths: Sequence[int]) -> None:
 
 
 def tokens_label(S: int) -> str:
-    if S >= 2**20:
-        return f"{S // 2**20}M"
-    return f"{S // 1024}K" if S >= 1024 else str(S)
+    return f"{S // 2**20}M" if S >= 2**20 else f"{S // 1024}K" if S >= 1024 else str(S)
 
 
 def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], end: int,
                 at: Callable[[int], Estimate | None]) -> None:
-    """Draws MFU, or tokens per second where no peak is known, against the contexts that fit, marking
-    `estimate`."""
+    """Draws MFU, or tokens per second without a peak, against the contexts that fit, marking `estimate`."""
     points = [fitting for S in lengths if (fitting := at(S)) is not None and fitting.fits]
     if not points:
         ax.set_axis_off()
@@ -325,9 +321,8 @@ def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], end: int,
 
 def dry_run(estimate: Estimate, at: Callable[[int], Estimate | None], most: Estimate | None,
             png_path: str | Path) -> None:
-    """Draws a PNG of an Estimate: its device memory by region, with that of the longest context beside it
-    (`most`, if any); and MFU against the context, from 4K to the longest. at(S) -> Estimate, or None where S
-    cannot be, or does not fit."""
+    """Draws an Estimate: its device memory by region, beside that of the longest context (`most`); and MFU
+    against the context, from 4K to the longest. at(S): an Estimate, or None."""
     cfg, longest = estimate.cfg, most or estimate
     end, unit = longest.cfg.block_size, cfg.block_multiple
     lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
@@ -344,8 +339,8 @@ def dry_run(estimate: Estimate, at: Callable[[int], Estimate | None], most: Esti
 # --- does the long context work? ---
 
 def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, title: str) -> None:
-    """Draws a PNG of memo/long_context.py's losses: above by position, with those of the same tokens in a
-    shorter context; below the gain, with its standard error."""
+    """Draws memo/long_context.py's losses: above by position, with the same tokens' in a shorter context;
+    below the gain, with its standard error."""
     cut, end = losses.get("cut_length"), losses["end"]
     rows, height, ratios = (2, 6.5, (2, 1)) if cut else (1, 4.5, (1,))
     edges = [end[0] / 2, *end]  # no logarithm has a place for 0
@@ -377,8 +372,8 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
 
 
 def needle_map(needles: dict, png_path: str | Path, title: str) -> None:
-    """Draws a PNG of memo/long_context.py's needles, depth against length: the fraction of the values' tokens
-    that is found, and what a needle adds to their log-probability."""
+    """Draws memo/long_context.py's needles, depth against length: the fraction of the values' tokens that is
+    found, and what a needle adds to their log-probability."""
     lengths, depths = needles["lengths"], needles["depths"]
     most = max(1.0, np.max(needles["gain"]))
     with picture(png_path, 1, 2, figsize=(4 + 1.6 * len(lengths), 2 + 0.5 * len(depths))) as (fig, axes):

@@ -66,7 +66,6 @@ def print_first_lines(run: Run) -> None:
 
 
 def title(run: Run) -> str:
-    """Writes the title of a run's pictures."""
     cfg = run.cfg
     return f"{run.data.folder.name}, {parameters(cfg) / 1e6:.1f}M parameters, context {cfg.block_size:,}"
 
@@ -114,8 +113,7 @@ def furnish(run: Run, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_json(run.stored, folder / "config.json")  # first: what stands beside it is the run's
     save_own_files(run.own, folder, OWN)
-    tokenizer = run.data.folder / "tokenizer.json"
-    if tokenizer.exists():
+    if (tokenizer := run.data.folder / "tokenizer.json").exists():
         save_bytes(tokenizer.read_bytes(), folder / "tokenizer.json")
     save_plan(run, folder)
 
@@ -180,9 +178,8 @@ def print_last_lines(run: Run, number: int) -> None:
     """Prints how the run ended. `number`: of the signal that stopped it, or 0."""
     cfg = run.cfg
     if number:
-        where = "nothing to save"
-        if run.done:
-            where = f"saved in {run.out}; go on with: {go_on_with(run, run.out)}"
+        where = (f"saved in {run.out}; go on with: {go_on_with(run, run.out)}" if run.done
+                 else "nothing to save")
         print(f"stopped by {signal.Signals(number).name} after {run.done} of {cfg.max_iters} steps, {where}")
         return
     rows = read_metrics(run.out / "metrics.jsonl") if (run.out / "metrics.jsonl").exists() else []

@@ -92,8 +92,7 @@ class Run(Decided):
         return f", stage {self.cfg.stage}" * (self.cfg.pp > 1) + f", step {self.step}"
 
     def attempt(self, what: str, work: Callable[..., object], *args: object) -> bool:
-        """Calls work(*args), not worth a run -> whether it succeeded. A failure is a warning, once a
-        reason."""
+        """Calls work(*args), not worth a run -> did it succeed? A failure is a warning, once a reason."""
         try:
             work(*args)
             return True

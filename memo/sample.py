@@ -47,8 +47,7 @@ from model import GPT
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attends from one token's queries (1, 1, H, D) to all keys (1, T, Hkv, D). Not every kernel takes a
-    single query."""
+    """Attends from one query (1, 1, H, D) to keys (1, T, Hkv, D), which not every kernel can."""
     heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
     out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
     return out.reshape(q.shape)
@@ -115,7 +114,6 @@ def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: fl
 
 
 def drawn(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draws the id of a token by its logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

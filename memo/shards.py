@@ -1,9 +1,8 @@
 """Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which memo/dcp.py writes.
 
 DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
-run code, and a few bytes can take all time and memory there is. So neither pickle nor torch.load reads them:
-parse() makes lists, tuples, numbers and texts of the few opcodes that DCP writes, in time and memory that are
-proportional to a file's bytes.
+run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: parse()
+takes the few opcodes that DCP writes, in time and memory proportional to a file's bytes.
 """
 
 import pickle
@@ -43,8 +42,8 @@ class Made:
 
 
 def parse(data: bytes) -> object:
-    """Reads the value of a pickle, with a list of pairs for each dict, and a Made for each call. Errors:
-    pickle.UnpicklingError: it has an opcode that no checkpoint has, or is damaged."""
+    """Reads a pickle: pairs for a dict, a Made for a call. Errors: pickle.UnpicklingError: other opcodes,
+    damage."""
     try:
         stack: list = []
         marks: list[int] = []
@@ -224,8 +223,8 @@ def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
 
 
 def zip_places(file: BinaryIO, chunk: Chunk) -> dict[str, int]:
-    """Finds {name: where its bytes begin} in the zip of a chunk, as torch writes it: uncompressed, in one
-    folder, with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
+    """Finds {name: where its bytes begin} in a chunk's zip, as torch writes it: uncompressed, in one folder,
+    with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
     end, *_, nbytes, at = unpack("<4sQHHIIQQQQ", read_at(file, chunk.start + chunk.nbytes - 98, 56))
     if end != b"PK\6\6" or nbytes > MOST_ZIP_BYTES:
         raise pickle.UnpicklingError("it is no zip of torch")

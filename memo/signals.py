@@ -34,8 +34,8 @@ class StepGivenUp(BaseException):
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Sets a signal's handler, but where this process shall ignore it (as under nohup), or C code, a
-    profiler's, handles it."""
+    """Sets a signal's handler, but where it is ignored (as under nohup), or C code, a profiler's, handles
+    it."""
     if signal.getsignal(number) not in (signal.SIG_IGN, None):
         signal.signal(number, handler)
 
@@ -59,8 +59,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raises Interrupted at a signal meanwhile; ends the process where the main thread does not hear of it
-    within HEAR_S: it is in C++, perhaps it waits for another rank."""
+    """Raises Interrupted at a signal meanwhile, or ends the process where the main thread does not come to
+    that within HEAR_S: in C++ it may wait for another rank."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)  # what is written there is the signal's number

@@ -1,10 +1,7 @@
 """The host memory between a model's device and an optimizer on the host: gradients come down, weights go up,
-by steps of the schedule (memo/schedule/states.py; of layers that come for each pass program.py).
-
-One block of page-locked memory serves both: weights go up from where their gradients came down; but layers
-that come again, for another micro batch, after their gradients have left have a place of their own.
-Source: ZeRO-Offload (arXiv 2101.06840).
-"""
+by steps of the schedule. One page-locked block serves both: weights go up from where their gradients came
+down; but layers that come for several micro batches have another place. Source: ZeRO-Offload (arXiv
+2101.06840)."""
 
 import torch
 
@@ -64,8 +61,7 @@ class Staging:
         self.dtype = model.dtype
         self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
         self.slab = HostSlab(self.nbytes, model.device, pin)
-        floats = self.slab.bytes[:4 * (numel + 1)].view(torch.float32)
-        self.grads, self.scale = floats.split((numel, 1))
+        self.grads, self.scale = self.slab.bytes[:4 * (numel + 1)].view(torch.float32).split((numel, 1))
         self.apart = model.states.apart
 
     def down(self, *parts: tuple[int, torch.Tensor]) -> None:

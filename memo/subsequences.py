@@ -1,8 +1,6 @@
-"""Where a sequence is cut into subsequences. Without torch.
-
-Lengths are multiples of 128 * cfg.layout_multiple, so that matrix products are aligned; where the sequence is
-no such multiple, or has fewer of them than subsequences, of cfg.block_multiple.
-"""
+"""Where a sequence is cut into subsequences. Without torch. Lengths are multiples of 128 *
+cfg.layout_multiple, so that matrix products are aligned; of cfg.block_multiple where the sequence is none, or
+has too few."""
 
 from bisect import bisect_left
 from functools import lru_cache
@@ -15,23 +13,21 @@ ALIGNED = 128  # multiples of what the layout needs
 
 
 def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
-    """Counts the tokens of each subsequence of S, a multiple of cfg.block_multiple (default: block_size). A
-    sequence of another length may have fewer: none is then shorter than 128 * cfg.layout_multiple."""
+    """Counts the tokens of each subsequence of S, a multiple of cfg.block_multiple (default: block_size).
+    Another length may have fewer, none shorter than 128 * cfg.layout_multiple."""
     S, aligned = S or cfg.block_size, ALIGNED * cfg.layout_multiple
     N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
-    if cfg.subsequence_cut == "flops":
-        counts = equal_flops(*layer_forward_terms(cfg), count, multiple, N)
-    else:  # the earlier ones have one more
-        counts = [count // N + (i < count % N) for i in range(N)]
+    counts = (equal_flops(*layer_forward_terms(cfg), count, multiple, N) if cfg.subsequence_cut == "flops"
+              else [count // N + (i < count % N) for i in range(N)])  # the earlier ones have one more
     return tuple(n * multiple for n in counts)
 
 
 def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:
-    """Counts each subsequence's tokens by slices: each slice is dealt by itself to the ranks that share a
-    sequence. A slice ends where rows end that a stage computes for another one: so what comes before them in
-    a rank's order comes before them on all ranks. Otherwise a subsequence is one slice."""
+    """Counts each subsequence's tokens by slices, each dealt by itself to the ranks that share a sequence.
+    Slices end where helped rows end: what comes before them in a rank's order comes before them on all
+    ranks."""
     lengths = subsequence_lengths(cfg, S)
     if cfg.token_ranks == 1 or S not in (None, cfg.block_size):
         return [(n,) for n in lengths]
@@ -49,8 +45,7 @@ def unit_rows(cfg: Layout, B: int, T: int) -> tuple[int, ...]:
 
 @lru_cache(512)  # configs that differ in other keys alone have the same
 def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> list[int]:
-    """Deals `count` multiples to N subsequences: each ends as near as may be to an equal part of the FLOPs of
-    a layer's forward, layer_forward_terms(), and has at least one."""
+    """Deals `count` multiples to N subsequences, at least one each, with equal FLOPs of a layer's forward."""
     def flops(k: int) -> int:  # asked for thousands of times
         return N * (linear + square * multiple * k) * multiple * k
     ends = [0]
@@ -73,8 +68,7 @@ def pipeline_line(cfg: Layout) -> str:
 
 
 def subsequences_line(cfg: Layout, chosen: str = "") -> str:
-    """Describes how a sequence is cut, and in which order the units run; "" where it is not cut. `chosen`:
-    why, where the number was chosen."""
+    """Describes how a sequence is cut, and its units' order; "" where it is not cut. `chosen`: why so."""
     lengths, why = subsequence_lengths(cfg), f": {chosen}" * bool(chosen)
     if len(lengths) == 1:
         return f"sequence    1 subsequence{why}" * bool(chosen)

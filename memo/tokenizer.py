@@ -1,8 +1,6 @@
-"""Tokenizers as they lie in a folder, in whatever form: read, compared, what ends a document, and the rule.
-
-A text is encoded without the tokenizer's template, which may put a <s> in front of it. Special tokens that
-stand in a text are ordinary text, unless parse_special says that they are special.
-"""
+"""Tokenizers as they lie in a folder, in whatever form: read, compared, what ends a document, and the rule: a
+text is encoded without the tokenizer's template, which may put a <s> in front, and special tokens in it are
+ordinary text, unless parse_special says that they are special."""
 
 import json
 import math
@@ -106,8 +104,8 @@ def content(token: Json) -> str | None:
 
 
 def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
-    """Yields what the files in `folder` add to a vocabulary, or say to be special: (id or infinity, token),
-    by id. Errors: ConfigError; Exception: they are not as transformers writes them."""
+    """Yields (id or infinity, token), by id, of what the files in `folder` add to a vocabulary or call
+    special. Errors: ConfigError; Exception: they are not as transformers writes them."""
     said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
     special = {content(t) for t in (*map(said.get, NAMES), *said.get("additional_special_tokens", ()))}
     told: dict[str | None, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
@@ -194,8 +192,8 @@ def refuse(e: BaseException, what: str) -> NoReturn:
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads the tokenizer of a tokenizer.json or of a folder, in whatever form; it neither cuts nor pads.
-    None where there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
+    """Reads the tokenizer of a tokenizer.json or a folder, in any form, without cuts and padding. None where
+    there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
     try:
         with no_stderr():
             check_work(Path(path))
@@ -278,9 +276,9 @@ def chat_templates(folder: Path) -> str:
 
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:
-    """Chooses the token that ends every document: the one `given`, else what the files beside the tokenizer
-    at `path` name, else the special one of ENDS. Errors: ConfigError: none, several, or a chat's end of
-    turn."""
+    """Chooses the token that ends every document: the one `given`, else the one that files beside the
+    tokenizer name, else the special one of ENDS. Errors: ConfigError: none, several, or it ends a chat's
+    turns."""
     added = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
     known = [token for token in ENDS if added.get(token)]
     folder = folder_of(Path(path)) if path else None

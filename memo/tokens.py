@@ -33,13 +33,11 @@ MOST_PIECE = 2**21      # characters: encoding takes 70 to 500 bytes for each
 PIECE_CHARS = 2**16     # long documents are encoded in pieces of this size to twice it, in parallel
 # the time to train a tokenizer grows with the square of a word's length
 LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
-# of a tokenizer that is trained here
 VOCAB_SIZE: JsonObject = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")
 # read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
-# where a document may be cut, the likeliest place first: between words, between lines, at a space that goes
-# since the tokenizer puts one before each text, and beside signs
+# where a document may be cut, the likeliest first; a space goes where the tokenizer puts one before each text
 CUTS = tuple(map(re.compile, (
     r"(?<=\w)(?= \w)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\s)", r"(?<=\S) (?=\S)",
     r"(?<=\w)(?=[^\w\s])", r"(?<=[^\w\s])(?=\w)", r"(?<=[a-zA-Z])(?=\d)")))
@@ -92,10 +90,10 @@ def find_cut(text: str, first: int, end: int, may_cut: MayCut) -> re.Match | Non
 
 def document_pieces(document: str | Iterable[str], may_cut: MayCut,
                     chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
-    """Yields (piece, is it the document's last?), in order. A document is a str, or the strs that it consists
-    of; an empty one has no piece. A piece ends where may_cut(WINDOW characters before it, a space that is
-    left out or nothing, WINDOW characters behind it): behind `chars` characters, or as many more as it takes.
-    Errors: ConfigError: that is too many."""
+    """Yields (piece, is it the document's last?), in order. A document is a str, or several; an empty one has
+    no piece. A piece ends where may_cut(WINDOW characters before it, a space that is left out or nothing,
+    WINDOW characters behind it), after `chars` characters or a few times as many. Errors: ConfigError: too
+    many."""
     rest, least = "", chars
     for part in [document] if isinstance(document, str) else document:
         rest += part
@@ -219,10 +217,10 @@ def check_own(out_dir: Path) -> None:
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
                   parse_special: bool = False) -> dict:
-    """Writes the folder `out_dir` from documents as document_pieces() takes them, but for empty ones -> its
-    meta. `end`: the token that ends each, by default end_of_document()'s. Whatever stops it, `out_dir` holds
-    the old dataset or none; after a kill between two names files that open_dataset() refuses, and that the
-    next call replaces. Errors: ConfigError: there is no text, or no end token."""
+    """Writes the folder `out_dir` from non-empty documents as document_pieces() takes them -> its meta.
+    `end`: the token that ends each. Whatever stops it, `out_dir` holds the old dataset or none; after a kill
+    between two names files that open_dataset() refuses, and the next call replaces. Errors: ConfigError: no
+    text, or no end."""
     began = time.monotonic()
     out_dir = Path(out_dir)
     check_own(out_dir)

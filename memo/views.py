@@ -18,7 +18,6 @@ def whole(name: str, tensor: torch.Tensor) -> Piece:
 
 
 def is_finite(t: torch.Tensor) -> bool:
-    """Says whether no value is NaN or infinite."""
     ends = (part.aminmax() for part in t.reshape(-1).split(2**28) if part.numel())
     return all(isfinite(low) and isfinite(high) for low, high in ends)
 

@@ -1,9 +1,8 @@
-"""Life, not progress: a run in which nothing happens any more ends, and names the rank that the others wait
-for.
+"""Life, not progress: a run in which nothing happens ends, and names the rank that the others wait for.
 
 A thread of each rank looks now and then at what its host came to last (a step, a message of an axis, a part
-of a save), and at the newest thing that was handed to a stream and is done. Ranks tell each other where they
-are through the store by which they met.
+of a save), and at the newest work of a stream that is done. Ranks tell each other where they are through the
+store by which they met.
 """
 
 import json
@@ -79,8 +78,7 @@ class Watch:
         return max(LEAST_S, STEPS * step_s) if run.cfg.stall_timeout == "auto" else run.cfg.stall_timeout
 
     def watch(self) -> None:
-        """Looks until the run is over, or until that fails, say for a device that is lost. It counts looks,
-        not seconds: a process that is stopped has none."""
+        """Looks until the run is over. It counts looks, not seconds: a process that is stopped has none."""
         line: str | None = None
         caller, unanswered_s = ThreadPoolExecutor(1, "memo watch"), 0.0
         talk = caller.submit(lambda: line)
@@ -121,8 +119,7 @@ class Watch:
                     trains=self.still_s["step"] < limit_s, came={SAVE: saved} | came, now=time.monotonic())
 
     def talk(self, record: dict, tick_s: float, silent_s: float) -> str | None:
-        """Tells the other ranks where this one is -> why the run ends, "" where another rank says it; None
-        while something happens on some rank."""
+        """Tells the other ranks where this one is -> why the run ends ("": another rank says it), or None."""
         if self.store is None:
             return verdict({0: record}) if record["still"] >= 1 else None
         store, me, run = self.store, self.host.rank, self.run.owner

@@ -33,8 +33,8 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of ol
 
 
 def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views `own`, rows of memo's parameter, and `stored`, these rows of transformers' tensor, with the same
-    shape, element for element the same weights. Rows that rotate are whole heads."""
+    """Views rows of memo's parameter, `own`, and of transformers', `stored`, so that elements correspond.
+    Rows that rotate are whole heads."""
     if w.transposed:
         return own, stored.t()
     if w.D:
@@ -148,8 +148,8 @@ def check_tied_head(folder: Path | str, cfg: Config) -> None:
 
 
 class HfWeights:
-    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`, which
-    share each layer, and no more. Errors: those of stored_weights()."""
+    """Reads the weights of the model in `folder`, by memo's names, fp32: a rank's part of `ranks`, no
+    more."""
 
     def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
@@ -158,8 +158,8 @@ class HfWeights:
         self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
-        vocabulary. Errors: ConfigError: there are NaN or infinities."""
+        """Reads memo's parameter `name`, with zeros for the rows that memo adds to the vocabulary. Errors:
+        ConfigError: there are NaN or infinities."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -177,7 +177,6 @@ class HfWeights:
         return part
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (memo's name, tensor) of a stage's parameters, one after the other."""
         return ((name, self.read(name)) for name in self.parameters)
 
 
@@ -189,8 +188,8 @@ def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 
 def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
                    ) -> Iterator[torch.Tensor]:
-    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name) -> the whole fp32
-    parameter, or None where the model has no such bias."""
+    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name): the fp32 parameter, or
+    None."""
     for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
         whole = torch.zeros(shape, dtype=dtype)
         for w in ws:
@@ -220,8 +219,8 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
 
 def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor],
                  dtype: torch.dtype) -> None:
-    """Writes `tensors` of `shapes` into `folder`, one after the other, with an index where there are several
-    files. Errors: ConfigError: they cannot be written; whatever stops the writing, no file is left."""
+    """Writes `tensors` of `shapes` into `folder`, in turn, with an index for several files. Errors:
+    ConfigError: they cannot be written; whatever stops the writing, no file is left."""
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files, rest = file_names(sizes, SHARD_BYTES), iter(tensors)
     try:
@@ -243,8 +242,7 @@ def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iter
 
 def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
               dtype: torch.dtype) -> None:
-    """Writes a file of safetensors: the bytes of a JSON object, that object, the tensors. The library's own
-    function wants all tensors of a file at once."""
+    """Writes a safetensors file tensor by tensor: the library's own function wants all of them at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     places = pairwise(accumulate((prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))

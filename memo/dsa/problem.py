@@ -1,10 +1,9 @@
 """Offline dynamic storage allocation: addresses for buffers of known size and lifespan, at the least peak.
 
 `solve` hands one Problem to a solver; `validate`, which shares no code with the solvers, checks each result.
-Every problem is first reduced without loss: time is cut where no buffer is alive, and of the other moments
-only those remain at which a greatest set of buffers is alive together; bytes become multiples of the sizes'
-common unit. Source: MEMO 4.2.
-"""
+Problems are first reduced without loss: time is cut where no buffer is alive, and only moments remain at
+which a greatest set of buffers is alive; bytes become multiples of the sizes' common unit. Source: MEMO
+4.2."""
 
 import time
 from bisect import bisect_left
@@ -55,9 +54,8 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds `buffers`, maybe none, for `capacity` bytes, or None. Offsets are multiples of `alignment`, and a
-    buffer takes up its size rounded up to that, so that loads and peaks are multiples too. Errors: DsaError:
-    empty lifespans, sizes below 1, equal ids, sizes above MOST_BYTES together or above the capacity."""
+    """Holds `buffers` for `capacity` bytes, or None. Offsets are multiples of `alignment`, and sizes are
+    rounded up to that, so that loads and peaks are multiples too. Errors: DsaError: see the rules."""
 
     buffers: tuple[Buffer, ...]
     capacity: int | None = None
@@ -93,8 +91,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Holds `offsets` of the buffers, in their order. `peak`: bytes up to the end of the highest buffer.
-    `lower_bound`: proven, no placement has a lower peak."""
+    """Holds `offsets` in the buffers' order, the `peak` where the highest buffer ends, and a proven
+    `lower_bound` of it."""
 
     offsets: tuple[int, ...]
     peak: int
@@ -104,7 +102,6 @@ class Solution:
 
     @property
     def proven(self) -> bool:
-        """Says whether the peak is the least there is."""
         return self.peak == self.lower_bound
 
     @property
@@ -153,9 +150,9 @@ def validate(problem: Problem, solution: Solution) -> None:
 
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
-    """Finds the best Solution of `solver` in `time_limit` seconds of work, see solvers.py; never worse than
-    greedy's, always validated. Without a capacity it looks for the least peak, or one of `enough` bytes; with
-    one it stops at the first placement that fits, and raises NoPlacement where it found none."""
+    """Finds the best Solution of `solver` in `time_limit` seconds of work (solvers.py), validated, never
+    worse than greedy's: the least peak, or one of `enough` bytes; with a capacity the first that fits, or
+    NoPlacement."""
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)
@@ -183,8 +180,8 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
 
 def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
                 seconds: float) -> tuple[list[int], int, str, float]:
-    """Finds (offsets, proven bound of their peak, who found them, seconds that are left): of the least peak,
-    or the first at or below `stop`."""
+    """Finds (offsets, bound, who found them, seconds left): of the least peak, or the first at or below
+    `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
     for finder, method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), seconds - took

@@ -3,11 +3,9 @@
 All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
 the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest` (the highest peak that
 is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak, seconds that
-it took). The bound says nothing up to `stop`, since no solver looks for a lower peak. problem.validate checks
-what a solver returns. Source: MEMO 4.2.
-
-Seconds are of work: steps are counted, each for what it takes on a core of the machine at hand when this was
-written, and no clock is read. One thread does all. So a result is the same on every machine, however busy.
+it took). The bound says nothing up to `stop`, since no solver looks for a lower peak. Seconds are of work:
+steps of one thread are counted, as on one core of some machine, and no clock is read, so that a result is the
+same on every machine, however busy. Source: MEMO 4.2.
 """
 
 import sys
@@ -20,8 +18,7 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 
-# Of each turn of coarse(): to how many blocks buffers are joined, as a fraction of their number, and the most
-# area that joining two may waste, as a fraction of the two.
+# of each turn of coarse(): the number of blocks as a fraction of buffers; how much area joining two may waste
 TURNS = ((0, 0.01), (0.3, inf), (0.2, inf), (0.45, inf))
 FEW, MANY = 30, 1500  # buffers: with fewer CP-SAT needs no blocks, with more the joining takes too long
 LARGE = 10_000  # buffers: with more only greedy looks for a placement, the others would find nothing
@@ -34,8 +31,7 @@ LONGER = 1.25  # each turn of coarse() lasts so many times the one before
 
 # seconds: of a buffer in an ordering of greedy(), and of each one placed before; of blocks, by n^3
 PLACED_S, BEFORE_S, JOINED_S = 16e-6, 3e-10, 1e-9
-# seconds of a unit of CP-SAT's deterministic time, and more for each buffer: 11 to 43 were measured with 500
-# buffers, 46 to 135 with 9,500
+# seconds of CP-SAT's deterministic unit, and for each buffer: measured 11 to 43 with 500, 46 to 135 with 9500
 UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
 # seconds of HiGHS for each pair, and pair of pairs: of the first node, which nothing else bounds; of others
 ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
@@ -48,9 +44,8 @@ Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: o
 
 @dataclass(frozen=True)
 class Part:
-    """Holds buffers of one stretch of time: half-open lifespans [lower, upper) in ranks, and sizes in units.
-    Rank t is the t-th of the greatest sets of buffers that are alive together: buffers that share one
-    conflict."""
+    """Holds buffers of one stretch of time, with half-open lifespans [lower, upper) in ranks, and sizes in
+    units. Rank t is the t-th of the greatest sets of buffers that are alive together."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -82,8 +77,8 @@ def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> 
 
 
 def greedy(part: Part, stop: int, seconds: float = inf) -> tuple[list[int], float]:
-    """Finds (offsets, seconds that it took): the best of several orderings of best fit, each buffer into the
-    lowest of the tightest gaps that take it. Without `seconds` only the first ordering is tried."""
+    """Finds (offsets, seconds taken): the best of several orderings of best fit, each buffer into the lowest
+    of the tightest gaps that take it. Without `seconds` it tries one ordering."""
     if len(part.size) == 1:
         return [0], 0.0
     n, took = len(part.size), 0.0
@@ -166,9 +161,8 @@ def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float
 
 
 def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """Solves coarser problems by CP-SAT, whose rectangles are blocks of buffers: turn by turn others, and
-    longer. The requests of a network come in stacks and rows: most good placements keep some of these
-    together."""
+    """Solves by CP-SAT for blocks of buffers, turn by turn others, and longer. The requests of a network come
+    in stacks and rows: most good placements keep some of these together."""
     left, n, offsets = COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
@@ -191,10 +185,9 @@ def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float)
 
 def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
             seed: int) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
-    """Joins buffers to about `count` blocks whose load is within the ceiling: [(lower, upper, size, [(buffer,
-    its offset in the block)])]. The pair that wastes the smallest part of its area is joined first: one upon
-    the other where their lifespans meet, else one after the other at the same address. Seeds above 0 add
-    noise."""
+    """Joins buffers to about `count` blocks, whose load is within the ceiling: [(lower, upper, size,
+    [(buffer, its offset in the block)])]. First the pair that wastes least of its area: one upon the other
+    where lifespans meet, else one after the other at the same address. Seeds above 0 add noise."""
     n, noise = len(part.size), np.random.default_rng(seed)
     lower, upper, size = (np.array(v) for v in (part.lower, part.upper, part.size))
     left: np.ndarray = np.ones(n, bool)
@@ -238,13 +231,12 @@ def _blocks(part: Part, ceiling: int, count: int, most_waste: float,
 
 
 def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gurobi: bool = False) -> Found:
-    """Solve the paper's mixed-integer program by HiGHS, or by Gurobi: offsets `at` of the least peak at which
-    no two buffers overlap that are alive together, i[k] and j[k]; z[k] is 1 where i[k] lies above j[k], or 0.
+    """Solves the paper's mixed-integer program by HiGHS, or by Gurobi: offsets `at` of the least peak at
+    which buffers i[k] and j[k], alive together, do not overlap; z[k] is 1 where i[k] lies above j[k], or 0.
 
     at_i + size_i <= at_j + M*z,  at_j + size_j <= at_i + M*(1 - z),  at + size <= peak,  least <= peak <= M.
 
-    M is the peak of `best`, offsets that are a solution. A peak of `stop` is good enough. Source: MEMO 4.2.
-    """
+    M is the peak of `best`, which are a solution. A peak of `stop` is good enough. Source: MEMO 4.2."""
     if len(part.size) > LARGE:
         return None, 0, 0.0
     born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
@@ -261,7 +253,7 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
-    """Lowers each offset, in the solver's order, as far as may be, to whole numbers: rounded ones could
+    """Lowers offsets, in the solver's order, as far as may be, to whole numbers: rounded ones could
     overlap."""
     below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):

@@ -63,9 +63,8 @@ class Works(Generic[T]):
 Hop = Works[list[torch.Tensor]]  # of what the rank before sends
 
 
-# gloo releases its tensors, and buffers of its own, some time after wait(). The memory plan needs the
-# requests of a segment released where the code says so. So gloo gets tensors that own nothing, and a thread
-# without segments calls it.
+# gloo releases its tensors, and buffers of its own, some time after wait(), and the memory plan needs them
+# released where the code says so: gloo gets tensors that own nothing, from a thread without segments
 def borrowed(t: torch.Tensor) -> torch.Tensor:
     """Flattens `t` for a library to work on; the caller keeps `t` until that is done."""
     t = t.view(-1)
@@ -86,10 +85,9 @@ def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: to
 
 @dataclass
 class Axis:
-    """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received
-    tensors are uninitialised: shapes, memory requests and bytes are as with a group. `sender`: over gloo the
-    thread that shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are
-    contiguous."""
+    """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent: shapes, memory
+    requests and bytes are as with one. `sender`: over gloo the thread that shifts; `line`: its name in CAME;
+    `store`: by which the ranks have met. Tensors are contiguous."""
 
     name: str
     size: int = 1
@@ -117,8 +115,7 @@ class Axis:
         return ()
 
     def start_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Starts to gather every rank's x to `out`, (size, *x.shape) or flat. x may be this rank's part of
-        `out`."""
+        """Starts to gather every rank's x to `out`, (size, *x.shape) or flat, which may hold x."""
         if out is None:
             out = x[None] if self.size == 1 else x.new_empty(self.size, *x.shape)
         return self.start("gather", x.nbytes * (self.size - 1), ALL_GATHER, out, x)
@@ -128,8 +125,7 @@ class Axis:
         return self.start_gather(x).wait()
 
     def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Starts to sum this rank's part of x, (size, ...) or flat, over all ranks to `out`, maybe that
-        part."""
+        """Starts to sum this rank's part of x, (size, ...) or flat, to `out`, maybe that part."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
         sent_bytes = x.nbytes // self.size * (self.size - 1)
@@ -168,33 +164,31 @@ class Axis:
         """Starts to send x from rank `owner`; it is written over on the others."""
         # as a ring, which ends before it comes back to the owner
         nbytes = 0 if (self.rank + 1) % self.size == owner else x.nbytes
-        return self.start("broadcast", nbytes,
-                          lambda here, _, **how: dist.broadcast(here, group_src=owner, **how),
+        return self.start("broadcast", nbytes, lambda t, _, **how: dist.broadcast(t, group_src=owner, **how),
                           x, x, source=owner)
 
     def start_reduce(self, x: torch.Tensor, owner: int) -> Works[torch.Tensor]:
         """Starts to sum x over all ranks, to rank `owner`; on the others it is used up."""
         nbytes = 0 if self.rank == owner else x.nbytes
-        return self.start("reduce", nbytes,
-                          lambda here, _, **how: dist.reduce(here, group_dst=owner, **how),
+        return self.start("reduce", nbytes, lambda t, _, **how: dist.reduce(t, group_dst=owner, **how),
                           x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Hop:
-        """Starts to send tensors to the next rank -> Works of the tensors that the rank before sends. Shifts
-        are done one after the other: one may send what the one before it brings, without a wait for that."""
+        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done one after
+        the other: one may send what the one before it brings, without a wait for that."""
         nbytes = sum(t.nbytes for t in tensors)
         self.sent_bytes += nbytes
-        here = [torch.empty_like(t) for t in tensors]
+        received = [torch.empty_like(t) for t in tensors]
         to, source = ((self.rank + d) % self.size for d in (1, -1))
         if self.group is None:  # the tensors live as long as if they were sent
-            return Works(self.noted("shift", nbytes, to=to, source=source), tensors, here)
+            return Works(self.noted("shift", nbytes, to=to, source=source), tensors, received)
         come(self.line, "shift")
         ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
-               ((dist.isend, tensors, to), (dist.irecv, here, source)) for t in ts]
-        if not here[0].is_cpu:  # NCCL has a stream for them
-            return Works(dist.batch_isend_irecv(ops), tensors, here)
+               ((dist.isend, tensors, to), (dist.irecv, received, source)) for t in ts]
+        if not received[0].is_cpu:  # NCCL has a stream for them
+            return Works(dist.batch_isend_irecv(ops), tensors, received)
         done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
-        return Works([done], tensors, here)
+        return Works([done], tensors, received)
 
     def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to send tensors to the other rank of two."""
@@ -216,8 +210,7 @@ class Axis:
         return Works(dist.batch_isend_irecv(ops), tensors, tensors)
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
-        """Sends first messages, short and long, by each of these methods: communicators are made and take
-        memory."""
+        """Sends first messages, short and long, by these methods: communicators take their memory."""
         for nbytes in (4, FIRST_BYTES) if device.type == "cuda" else (4,):
             x = torch.zeros(self.size, -(-nbytes // 4 // self.size), device=device)
             for kind in kinds:

@@ -18,8 +18,7 @@ from memo.parallel.axis import FOREVER, Axis, T
 
 @dataclass(frozen=True)
 class Mesh:
-    """What this rank shares, and with which ranks: three roles, and what fills them. By default each has this
-    rank alone.
+    """Holds what this rank shares, and with which ranks, in three roles; by default each has this rank alone.
 
         weights   share a layer's parameters, each has a part: tensor parallelism, the axis tp
         tokens    share the sequences in attention, each has some tokens: context parallelism, the axis cp;
@@ -28,10 +27,9 @@ class Mesh:
 
     `hops`: the ranks of `weights` once more, where METP's matrices go round; `shards`: those of `replicas`,
     where the parameters of layers that come are put together. `pp`: the stages of a pipeline; `tied`: the
-    first and the last one, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of
-    two ranks, of this stage and of another one}; activations go up to the next stage, gradients "back" down;
-    for the lanes of stages that help see open_lanes(). `peers`: the ranks of this rank's stage, as `host`.
-    """
+    first and the last, where both hold the embedding's matrix. `lanes`: {stream of a schedule: an Axis of two
+    ranks, of this stage and of another one}; activations go up to the next stage, gradients "back" down; for
+    those of stages that help see open_lanes(). `peers`: the ranks of this rank's stage, as `host`."""
 
     weights: Axis = field(default_factory=partial(Axis, "tp"))
     hops: Axis = field(default_factory=partial(Axis, "hops"))
@@ -70,8 +68,7 @@ class Mesh:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Sends nothing over the devices' network meanwhile: a rank that fails leaves no other one
-        waiting."""
+        """Sends nothing over the devices' network: a rank that fails leaves no other one waiting."""
         groups = [axis.group for axis in self.over_network()]
         try:
             for axis in self.over_network():
@@ -82,8 +79,8 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """Counts {axis: bytes sent since the last call} of the axes with several ranks, those to the stages
-        before and behind as "pp"; not of `world`, which carries scalars."""
+        """Counts {axis: bytes sent since the last call} of the axes with several ranks, with a pipeline's as
+        "pp", without `world`, which carries scalars."""
         sent: dict[str, int] = {}
         for axis in self.over_network():
             if axis.size > 1 and axis is not self.world:
@@ -92,8 +89,8 @@ class Mesh:
         return sent
 
     def of_stages(self, value: T) -> list[T]:
-        """Gathers the value of each stage's first rank on rank 0, on the others []; all first ranks must call
-        it. Values may be large: nobody else sends or gets any."""
+        """Gathers the value of each stage's first rank on rank 0, else []; all first ranks must call it.
+        Values may be large: nobody else sends or gets any."""
         first = range(0, self.host.size, self.peers.size)
         if self.host.rank in first[1:]:
             dist.send_object_list([value], group=self.host.group, group_dst=0)
@@ -146,8 +143,7 @@ def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 
 
 
 def options_of(name: str, backend: str) -> object:
-    """Tells NCCL of an axis: hops that hide behind attention start before its blocks that are not running
-    yet."""
+    """Tells NCCL of an axis: hops that hide behind attention start before its waiting blocks."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=name in ("cp", "hops", "pp", "msp"))
@@ -157,9 +153,9 @@ def options_of(name: str, backend: str) -> object:
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
               carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
-    """Opens the Axis of the line that has this rank, if one has; all ranks must call it. Sends the first
-    messages of these `kinds`: so communicators take their memory of the device now, and a network that
-    carries no messages is found. `carrier`: the group, where another axis has one that serves."""
+    """Opens the Axis of the line that has this rank, if any; all ranks must call it. Sends first messages of
+    these `kinds`: communicators take their memory now, and a network that carries none is found. `carrier`: a
+    group that serves."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     members = next((line for line in lines if host.rank in line), [])
     ends = f", {members[0]} to {members[-1]}" if members else ""
@@ -178,8 +174,8 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
               metp: bool = False, pp: int = 1, tied: bool = False, layers_come: bool = False) -> Mesh:
-    """Opens the Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: whether the first
-    stage of several and the last one hold the same matrix; `layers_come`: see communicators()."""
+    """Opens the Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: the first stage of
+    several and the last one hold the same matrix; `layers_come`: see communicators()."""
     dp = host.size // (pp * cp * tp)
     lines = lines_of(tp, cp, dp, metp, pp)
     axes: dict[str, Axis] = {}
@@ -210,8 +206,7 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
 
 
 def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None:
-    """Opens the lanes between stages that compute for each other. All ranks must call it, with the same
-    `shares`, those of all stages."""
+    """Opens the lanes between stages that help each other by all `shares`. All ranks must call it."""
     ranks = torch.arange(mesh.host.size).view(mesh.pp.size, -1).tolist()  # of each stage
     for source, to in sorted(way for pair in helping_pairs(shares) for way in (pair, pair[::-1])):
         pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]

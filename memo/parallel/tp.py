@@ -9,9 +9,8 @@ the order of the tokens. In between
     gather        (n, C) of every rank -> (tp, n, C); row i of rank r is token i * tp + r
     scatter_sum   (tp, n, C), partial sums of every rank -> (n, C)
 
-With one rank all this is a view. What is done row by row is done piece by piece, and on GPUs two pieces of
-rows are under way at once: the messages of one travel while the other computes. Source: MEMO 3.1, Megatron-LM
-(arXiv 2205.05198).
+With one rank all this is a view. On GPUs two pieces of rows are under way at once: the messages of one travel
+while the other computes. Source: MEMO 3.1, Megatron-LM (arXiv 2205.05198).
 """
 
 from collections import deque
@@ -27,15 +26,14 @@ from memo.parallel.rows import chunks, cut
 # --- pieces of rows in turns ---
 
 def pieces_at_once(axis: Axis, device: torch.device) -> int:
-    """Counts the pieces of rows under way: two where messages travel beside the computing; a CPU carries them
-    itself."""
+    """Counts the pieces of rows under way: two beside messages; a CPU carries these itself."""
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
 def in_turns(axis: Axis, device: torch.device, first: int, end: int,
              work: Callable[[slice], Iterator[None]]) -> None:
-    """Runs work(r) for pieces r of own rows first..end. `work` yields where a message of its own is on its
-    way: meanwhile the other piece under way computes. What pieces add to a tensor they add in their order."""
+    """Runs work(r) for pieces r of own rows first..end. Where it yields, its message is on its way, and the
+    other piece computes. What pieces add to a tensor they add in their order."""
     at_once = pieces_at_once(axis, device)
     under_way: deque[Iterator[None]] = deque()
 
@@ -123,8 +121,7 @@ def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tens
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
 def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes (ids, mask): ids counted from the first of this rank's V, and whether they are among these;
-    others become any of these."""
+    """Counts ids from the first of this rank's V -> (ids, mask of its own); others become any of its own."""
     ids = ids - axis.rank * V
     return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
 

@@ -40,8 +40,8 @@ class Unavailable(RuntimeError):
 
 
 def compile_library(folder: str | Path, *flags: str) -> Path:
-    """Builds the library in `folder` with g++, in a few seconds the first time -> its path. Errors:
-    Unavailable, OSError where the folder cannot be used."""
+    """Builds the library with g++, in a few seconds, the first time -> its path. Errors: Unavailable,
+    OSError."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
                f"-L{where / 'lib'}", "-lc10",
@@ -64,8 +64,8 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Opens the library, with its functions. Errors: OSError, ValueError where it is broken, or not ours
-    alone; AttributeError where it is another one."""
+    """Opens the library. Errors: OSError, ValueError: broken, or not ours alone; AttributeError: another
+    one."""
     descriptor = open_file(path)
     try:
         kept(descriptor)  # whole, and what the compiler wrote: the loader would die of less
@@ -89,8 +89,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
-    """Opens the library in `folder`; what cannot be loaded, or may not be, is built again. Errors:
-    Unavailable, OSError where the folder cannot be used."""
+    """Opens the library in `folder`; builds it again where it cannot be. Errors: Unavailable, OSError."""
     path = compile_library(folder, *flags)
     try:
         return open_library(path)
@@ -134,11 +133,11 @@ class NoArena:
 
 
 class Arena:
-    """Records and places the temporary tensors of one model: `run(label, work, *args)` is a segment, settle()
-    the boundary of a step, `plans` all that was planned so far, [(trace, plan)]. What a segment does with its
-    tensors must stay on one stream, and on the device that was current when the plan came: a free place may
-    be given away at once. `guard`: check all live blocks against each other on every request, and on the CPU
-    fill what is freed with NaN. Errors: Unavailable."""
+    """Records and places a model's temporary tensors: `run(label, work, *args)` is a segment, settle() the
+    boundary of a step, `plans` all that was planned so far, [(trace, plan)]. A segment must stay on one
+    stream, and on the device that was current when the plan came: a free place may be given away at once.
+    `guard`: check all live blocks on every request, and on the CPU fill what is freed with NaN. Errors:
+    Unavailable."""
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:
@@ -158,8 +157,8 @@ class Arena:
             raise Unavailable("this torch's allocator has another interface")
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
-        """Calls work(*args), its requests belonging to the segment `label`: words with single spaces.
-        Segments do not nest. A closed arena leaves them to torch."""
+        """Calls work(*args) as the segment `label`, words with single spaces. Segments do not nest. A closed
+        arena leaves requests to torch."""
         if not self.close.alive:
             return work(*args)
         if " ".join(label.split()) != label or not label or "#" in label:
@@ -175,21 +174,20 @@ class Arena:
             self.lib.memo_end(failed)
 
     def stats(self, reset_peak: bool = False) -> Stats:
-        """Counts Stats since the start; peak_bytes since it was last reset: the highest byte used of the
-        arena, and in a segment that is being recorded the most bytes in use."""
+        """Counts Stats since the start; peak_bytes since a reset: the highest byte used of the arena, and in
+        a segment that is being recorded the most bytes in use."""
         out = (ctypes.c_int64 * len(Stats._fields))()
         if self.close.alive:
             self.lib.memo_stats(self.handle, reset_peak, out)
         return Stats(*out)
 
     def recorded(self) -> Trace:
-        """Takes the Trace of the segments recorded since the last call; what is not freed outlives the
-        step."""
+        """Takes the Trace recorded since the last call; what is not freed outlives the step."""
         return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
     def settle(self) -> bool:
-        """Plans, between two steps, what was recorded in the last, and warns of misses -> whether there is a
-        new plan."""
+        """Plans, between two steps, what the last one recorded, and warns of misses -> is there a new
+        plan?"""
         for line in self.lib.memo_misses(self.handle).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
         if not self.stats().log_chars:

@@ -4,8 +4,6 @@ A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`
 `end <segment>` around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward,
 the optimizer. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
 pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2.
-
-    python -m memo.planner requests.log -o plan.json
 """
 
 import hashlib
@@ -22,9 +20,8 @@ from memo.planner.trace import OUTSIDE, WHOLE, Request, Trace, requests_of
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # of work, for each of a run's problems; what is found by then is used
-# What is left to greedy, for CP-SAT would take all that time: a peak of so many lower bounds; and, with
-# solver=auto, a problem of more buffers, of which CP-SAT found no better plan (METP's backward: 883 and 3,315
-# buffers, peaks 1.4% and 0.3% above the bound).
+# left to greedy, for CP-SAT would take all that time: a peak of so many lower bounds; with solver=auto more
+# buffers, of which CP-SAT found no better plan (METP's backward: 883 and 3315, 1.4% and 0.3% above the bound)
 NEAR, MOST_SEARCHED = 1.001, 500
 # An arena from the cache may take so many lower bounds: a damaged file could name any size. A plan of the
 # solvers is at its bound or a few percent above (bench/planner.py); one beyond is made anew at every start.
@@ -34,10 +31,9 @@ Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds where each request of each segment gets its memory: request k of `segments[label]` is (bytes,
-    offset in the arena), the offset None where it is left to torch. `lower_bound` is the greatest sum of
-    bytes in use at one time; `levels` what was solved: [{segment, n, lower_bound, peak, proven, solver,
-    seconds}]."""
+    """Holds the memory of each request of each segment: request k of `segments[label]` is (bytes, offset in
+    the arena, or None: torch's). `lower_bound`: the most bytes in use at one time; `levels`: what was solved,
+    [{segment, n, lower_bound, peak, proven, solver, seconds}]."""
 
     arena_bytes: int
     lower_bound: int
@@ -97,8 +93,8 @@ def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Sol
 
 def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0,
                one_level: bool = False) -> Plan:
-    """Plans a trace in two levels: equal segments once, then the step with a pseudo block for each; or all
-    requests at once. Source: MEMO 4.2."""
+    """Plans a trace: equal segments once, then the step with a pseudo block for each; or all requests at
+    once."""
     start = time.perf_counter()
     requests, spans = requests_of(trace)
     levels = Levels(alignment, solver, time_limit)
@@ -127,8 +123,8 @@ def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limi
 
 def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels: list[dict],
            seconds: float) -> Plan:
-    """Makes the Plan that puts the requests to plan, in their order, at these offsets. Raises ValueError or
-    TypeError where these are none, or tensors overlap."""
+    """Makes the Plan that puts the planned requests, in order, at these offsets. Errors: ValueError,
+    TypeError: they overlap."""
     requests, spans = requests_of(trace)
     planned = [r for r in requests if r.planned]
     problem = Levels(alignment, solver, 0.0).problem([(r.lower, r.upper, r.bytes) for r in planned])

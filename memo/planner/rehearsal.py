@@ -26,9 +26,8 @@ RequestsOf = Callable[[str, Sequence], list[int]]
 
 
 class Rehearsal(NoArena):
-    """Stands for a model's arena while it goes through a step and an evaluation: of the segments that make
-    the same requests (the layers are identical) only the first does anything. `order`: {label: that of its
-    first like}. `subsequences`: those that are not left out, None: all."""
+    """Stands for a model's arena in a step and an evaluation: of segments with the same requests (layers are
+    identical) only the first runs. `order`: {label: its first like}. `subsequences`: which run; None: all."""
 
     def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
         self.arena, self.subsequences = arena, subsequences
@@ -51,9 +50,8 @@ class Rehearsal(NoArena):
 
 def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
                        subsequences: list[int] | None = None) -> Trace:
-    """Records a Trace of a training step and an evaluation's head at the reserved shape, of one layer of each
-    kind, and of these `subsequences` alone where they are given. Copies nothing; the model's gradients are
-    zero afterwards."""
+    """Records a Trace of a step and an evaluation's head at the reserved shape, of one layer of each kind,
+    and of these `subsequences` alone. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
@@ -72,12 +70,11 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
 
 
 def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
-                    missing: Sequence[dict[str, slice]],
-                    device: str = "meta", requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
-    """Traces a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: "meta" as
-    it is on a GPU, "cpu" as on the CPU. `missing`, `keys`: as in Placement. Of many subsequences those are
-    traced that request most. requests(name of an operation, its arguments) -> bytes of each request of an
-    attention kernel for itself, see kernel_requests; None leaves them out."""
+                    missing: Sequence[dict[str, slice]], device: str = "meta",
+                    requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
+    """Traces a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: on "meta"
+    as on a GPU, on "cpu" as on the CPU; of many subsequences those that request most. `missing`, `keys`: see
+    Placement. requests(name of an operation, its arguments): see kernel_requests; None: without."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
@@ -89,13 +86,12 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
         for s in swap.units.values() if p.several else ():
             s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
                                 for them in (s.pieces, s.sums))
-        traced = [*largest_subsequences(p.cuts), *p.guest_of]
-        return rehearsed_requests(model, FakeArena(requests), traced)
+        return rehearsed_requests(model, FakeArena(requests), [*largest_subsequences(p.cuts), *p.guest_of])
 
 
 def largest_subsequences(cuts: Sequence[int]) -> list[int]:
-    """Picks the subsequences that request most, from the rows of each: the first ones, which are the longest,
-    and some shorter ones, where rows may be cut into fewer and longer pieces."""
+    """Picks the subsequences that request most: the first, which are the longest, and some shorter ones,
+    where rows may be cut into fewer and longer pieces."""
     first = {n: i for i, n in reversed(list(enumerate(cuts)))}
     shorter = sorted(i for i in first.values() if i > PIECES_BEFORE)
     return [*range(PIECES_BEFORE + 1), *shorter[::-(-len(shorter) // MORE_LENGTHS) or 1]]
@@ -103,10 +99,9 @@ def largest_subsequences(cuts: Sequence[int]) -> list[int]:
 
 def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
                     multiprocessors: int = 0) -> list[int]:
-    """Lists the bytes of each request that operation `name` of torch, or of memo.attention's for a package,
-    makes for itself. On the CPU a block of scores (forward; backward also of their gradients) for each
-    thread, as in torch's FlashAttentionKernel.cpp; on a GPU those of backends.workspaces, and torch's flash
-    makes dout and out contiguous."""
+    """Lists the bytes of each request that an operation `name` makes for itself: on the CPU a block of scores
+    for each thread (backward also of gradients), as in torch's FlashAttentionKernel.cpp; on a GPU those of
+    backends.workspaces, and torch's flash makes dout and out contiguous."""
     copies = []
     if name == "memo::attention_backward":
         kernel, q, k = args[0], args[1].shape, args[2].shape

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from memo.errors import ConfigError
 
-OUTSIDE = ""  # the segment of what is requested between the segments
+OUTSIDE = ""  # the segment of what is requested between segments
 WHOLE = "step"  # the one segment of a log that marks none
 VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how many words follow
 Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or "end", segment, 0)
@@ -17,9 +17,9 @@ class LogError(ConfigError):
 
 @dataclass(frozen=True)
 class Trace:
-    """Holds the memory requests of a step in their order: (verb, tensor, bytes), or ("begin" or "end",
-    segment, 0). A tensor's name may come again after its free. What is never freed lives to the end; `keep`
-    stands for the malloc of a tensor that outlives the step and so is not planned."""
+    """Holds a step's memory requests in order: (verb, tensor, bytes), or ("begin" or "end", segment, 0). A
+    tensor's name may come again after its free. `keep`: the malloc of one that outlives the step, and is not
+    planned."""
 
     events: tuple
 
@@ -36,14 +36,12 @@ class Trace:
         return {self.events[i][1]: [*self.events[i:k + 1]] for i, k in zip(begins, ends, strict=True)}
 
     def repeated(self, order: Iterable[tuple[str, str]]) -> "Trace":
-        """Repeats the segments of `order`, [(label, the label here that makes the same requests)]. What a
-        segment does not free itself outlives the step."""
+        """Repeats the segments of `order`, [(label, its like here)]. What they do not free outlives the
+        step."""
         segments = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}
-        events = []
-        for number, (label, like) in enumerate(order):
-            for verb, name, nbytes in segments[like]:
-                events.append((verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes))
-        return checked_trace(events)
+        return checked_trace([(verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes)
+                              for number, (label, like) in enumerate(order)
+                              for verb, name, nbytes in segments[like]])
 
     def settled(self) -> "Trace":
         """Marks what is never freed as `keep`."""
@@ -53,11 +51,9 @@ class Trace:
             for verb, name, nbytes in self.events))
 
 
-def checked_trace(events: list[Entry], lines: list[int] | None = None,
-                  where: str = "requests") -> Trace:
-    """Checks (verb, name, bytes), read from those `lines` of a file -> Trace. Errors: LogError where a tensor
-    is freed twice, freed before it was allocated or with other bytes, allocated twice; where segments are
-    nested, repeated or left open. Events that mark no segment are one, WHOLE."""
+def checked_trace(events: list[Entry], lines: list[int] | None = None, where: str = "requests") -> Trace:
+    """Checks (verb, name, bytes), read from those `lines` of a file -> Trace, with one segment, WHOLE, where
+    none is marked. Errors: LogError: a tensor's requests do not match, or segments do not."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
@@ -98,9 +94,8 @@ def checked_trace(events: list[Entry], lines: list[int] | None = None,
 
 @dataclass
 class Request:
-    """Describes one tensor: request k of a segment, alive from request number `lower` of the trace to
-    `upper`, frees counted too. `planned`: a plan may give it a place, for it is requested in a segment, and
-    not kept. `freed_in`: the segment that frees it; OUTSIDE where none does."""
+    """Describes request k of a segment, alive from request number `lower` of the trace to `upper`, frees
+    counted too. `planned`: in a segment, and not kept. `freed_in`: the segment that frees it, or OUTSIDE."""
 
     segment: str
     k: int
@@ -112,8 +107,7 @@ class Request:
 
 
 def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]]:
-    """Lists the Requests of a trace in their order, and {segment: (lower, upper)}, its request numbers. What
-    is never freed is alive to the end, len(trace.events)."""
+    """Lists the Requests in order, and {segment: (lower, upper)}, its request numbers."""
     requests: list[Request] = []
     live: dict[str, Request] = {}
     spans: dict[str, tuple[int, int]] = {}
@@ -121,11 +115,9 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
     for verb, name, nbytes in trace.events:
         if verb == "begin":
             segment, k, spans[name] = name, 0, (now, now)
-            continue
-        if verb == "end":
+        elif verb == "end":
             segment, spans[name] = OUTSIDE, (spans[name][0], now)
-            continue
-        if verb == "free":
+        elif verb == "free":
             if request := live.pop(name, None):  # of a part of a trace, another part may have requested it
                 request.upper, request.freed_in = now, segment
         else:
@@ -134,7 +126,7 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
             if verb == "malloc":
                 live[name] = requests[-1]
             k += 1
-        now += 1
+        now += VERBS[verb] == 2  # marks are no requests
     return requests, spans
 
 
