@@ -50,8 +50,7 @@ class Data:
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """Copies `t` to the device. With `pin` the host does not wait: torch copies through pinned memory of its
-    own."""
+    """Copies `t` to the device. With `pin` the host does not wait: torch has pinned memory of its own."""
     return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
@@ -63,8 +62,7 @@ def prepare_again(folder: Path) -> str:
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
-    """Reads the meta.json of a folder with `splits`. Errors: ConfigError: it is not as memo/tokens.py writes
-    it."""
+    """Reads the meta.json of a folder with `splits`. Errors: ConfigError: it is not as it must be."""
     path, remedy = folder / "meta.json", prepare_again(folder)
     if not path.is_file():
         raise ConfigError(f"dataset={folder} has no meta.json, so it is no dataset; {remedy}")

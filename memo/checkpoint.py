@@ -303,9 +303,8 @@ class Checkpoint:
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,
          passed_over: Mapping[Path, str] = {}) -> Checkpoint:
-    """Opens the newest checkpoint in `out_dir` that is not in `passed_over`. Each of `world` ranks checks its
-    part of the files. Errors: CheckpointError: there is none; Damaged: a file is missing, cut short or
-    corrupt."""
+    """Opens the newest checkpoint in `out_dir` not in `passed_over`; each of `world` ranks checks a part of
+    the files. Errors: CheckpointError: there is none; Damaged: a file is missing, cut short or corrupt."""
     path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)

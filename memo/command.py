@@ -79,8 +79,7 @@ def check_alone(command: str) -> None:
 
 
 def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """Runs main(argv) -> exit code. The user's mistakes, and errors that last_line() knows, are told in one
-    line."""
+    """Runs main(argv) -> exit code. Users' mistakes, and what last_line() knows, are told in one line."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)

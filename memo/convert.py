@@ -125,9 +125,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
 
 def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
                 end: str | None) -> dict[str, bytes]:
-    """Makes {name: content} of what transformers needs beside the weights. A model that came with files keeps
-    them, but for what training has changed; one that was made here gets a config.json and the dataset's
-    `tokenizer`, with the `end` of its documents. Errors: ConfigError; OSError."""
+    """Makes {name: content} of what transformers needs beside the weights: the files that the model came
+    with, but for what training has changed, or a config.json and `tokenizer`, with the documents' `end`."""
     source, files, of_tokenizer = out_dir / OWN, own_files(out_dir / OWN), JsonObject()
     if CONFIG in files:
         config = huggingface.overlaid(source, cfg, dtype)

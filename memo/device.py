@@ -13,8 +13,7 @@ from memo.keys import Value
 
 
 def pick_device(cfg: Config, local_rank: int = 0) -> tuple[torch.device, torch.dtype]:
-    """Picks (torch.device, torch.dtype): the local_rank-th GPU of this host. Errors: ConfigError: there is
-    none."""
+    """Picks (device, dtype): this host's GPU of that number, if any. Errors: ConfigError: it is missing."""
     if cfg.device != "cpu":
         # read when CUDA and NCCL start. Messages that wait in a shared hardware queue hold up what is behind
         # them; several communicators' start in the order of the host, in which tests prove them to meet

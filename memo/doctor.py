@@ -1,5 +1,5 @@
-"""Is this machine what memo needs, and what is it good for? python -m memo.doctor [--json] on several GPUs,
-with what is between them: torchrun --nproc_per_node=8 -m memo.doctor
+"""Is this machine what memo needs, and what is it good for? python -m memo.doctor [--json]
+on several GPUs, with what is between them: torchrun --nproc_per_node=8 -m memo.doctor
 
 Each check yields findings: facts, kernels, short measurements, each beside what is expected, where the tables
 of memo/estimate/hardware.py know the GPU. A fault is a finding with a remedy."""

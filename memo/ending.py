@@ -22,8 +22,7 @@ MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 
 
 def save(run: Run) -> None:
-    """Starts to save the steps done; a failure of the save before is a warning. Errors: TrainingError, after
-    too many."""
+    """Starts to save the steps done; warns where the save before failed. Errors: TrainingError: too often."""
     try:
         run.saver.wait()
         run.failed_saves = 0

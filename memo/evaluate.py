@@ -130,8 +130,7 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     unit = 2 * args.cp * args.tp
     # beside learned positions, block_size is only a bound
     S = trained.block_size if trained.position == "learned" else -(-lengths[-1] // unit) * unit
-    keys = {k: getattr(trained, k) for k in MODEL_KEYS}
-    keys |= {k: getattr(args, k) for k in HOW}
+    keys = {k: getattr(trained, k) for k in MODEL_KEYS} | {k: getattr(args, k) for k in HOW}
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, 1)

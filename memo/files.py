@@ -146,8 +146,7 @@ def command_of(module: str, function: str, *args: str) -> list[str]:
 
 
 def limit_process(nbytes: int) -> None:
-    """Ends this process, which only reads a file of `nbytes`, beyond TRIAL_BYTES of memory, or TRIAL_S and
-    one second a BYTES_PER_S."""
+    """Ends this process, which reads `nbytes`, beyond TRIAL_BYTES, or TRIAL_S and 1 s a BYTES_PER_S."""
     used, pages = sum(os.times()[:2]), Path("/proc/self/statm").read_text().split()[0]
     limits = {resource.RLIMIT_CPU: ceil(used) + TRIAL_S + nbytes // BYTES_PER_S, resource.RLIMIT_CORE: 0,
               resource.RLIMIT_AS: int(pages) * resource.getpagesize() + TRIAL_BYTES}
@@ -208,8 +207,7 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def own_folder(path: Path) -> Path:
-    """Makes the folder `path` -> it. Errors: OSError: it is none, or a link: what it leads to may be
-    anybody's."""
+    """Makes the folder `path` -> it. Errors: OSError: no folder, or a link, which may lead anywhere."""
     with suppress(FileExistsError):
         path.mkdir(parents=True, exist_ok=True)
     if not stat.S_ISDIR(path.lstat().st_mode):

@@ -158,8 +158,7 @@ def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool
 
 
 def boxes(start: int, end: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Cuts elements [start, end) of a matrix, in order, into at most three boxes (row, column, rows,
-    columns)."""
+    """Cuts elements [start, end) of a matrix, in order, into up to 3 boxes (row, column, rows, columns)."""
     cut = []
     while start < end:
         row, column = divmod(start, width)

@@ -5,8 +5,7 @@ from memo.settings import Settings
 
 
 def parameters(cfg: Settings) -> int:
-    """Counts P, the elements of all matrices, a tied head's once; for GPT 12 L C^2 + V C. Source: MEMO
-    5.1."""
+    """Counts P, all matrices' elements, a tied head's once; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
     tables = 1 if cfg.tie_embeddings else 2
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 

@@ -1,7 +1,6 @@
 """Families of models in Hugging Face's format: config.json <-> memo's keys, and their weights' names, shapes
 and places. A field of a config.json is translated, or has a value that memo has, or leaves the model as it
-is; any other is an error. One that is left out has the value that transformers 5.23 gives it. Without
-torch."""
+is; any other is an error. A missing one is as transformers 5.23 has it. Without torch."""
 
 import json
 from collections.abc import Mapping
@@ -159,8 +158,7 @@ def float_field(path: Path, name: str, value: Json) -> float:
 
 
 def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
-    """Raises ConfigError where a layer of the model in `folder`, if any, attends to less than S tokens, the
-    value of `option`."""
+    """Raises ConfigError where a layer of the model in `folder` attends to less than S = `option` tokens."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
@@ -265,8 +263,8 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
-    """Makes the config.json of a model that came with `own` and was trained as `cfg`: its own fields, but for
-    what training has changed. Errors: ConfigError."""
+    """Makes the config.json of a model that came with the folder `own`, but for what training as `cfg` has
+    changed. Errors: ConfigError."""
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
     config = hf_config(cfg, dtype, {})

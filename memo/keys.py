@@ -24,9 +24,8 @@ MOST_COLUMNS = 110
 def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
         why: str = "", auto: bool = False) -> Value:
-    """Makes a key. `why`: the reason of `below` or `most`. For a text `least` counts characters. A number
-    with the default "auto", or `auto`, may be that. `section`: the heading of this key and those that
-    follow."""
+    """Makes a key. `why`: the reason of `below` or `most`. A text's `least` counts characters. A number may
+    be "auto" with `auto`, or by default. `section`: a heading of this key and those that follow."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why, auto=auto))
 

@@ -33,8 +33,7 @@ class Layout(Config):
 
     @classmethod
     def of(cls, config: Config, **decided: Value) -> Self:
-        """Lays out `config` with the keys `decided`. By default there is one stage, the first, and one
-        subsequence, with states on the device."""
+        """Lays out `config` with keys `decided`; else stage 0 of 1, 1 subsequence, states on the device."""
         keys = {name: value for name, value in (as_keys(config) | decided).items()
                 if name not in CHOSEN_KEYS or value != "auto"}
         return cls(**keys)

@@ -138,8 +138,7 @@ class ConsoleLogger:
 
 
 class WandbLogger:
-    """Logs to Weights & Biases, without an account offline, into `out_dir`. No failure of it stops the
-    run."""
+    """Logs to Weights & Biases, without an account offline, into `out_dir`. It never stops the run."""
 
     def __init__(self, cfg: Config, config_dict: JsonObject, id: str | None = None) -> None:
         self.run: Any = None  # wandb's
@@ -153,7 +152,7 @@ class WandbLogger:
                         settings=wandb.Settings(init_timeout=WANDB_S))
             try:
                 mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-                self.run = wandb.init(**keys, mode=mode)
+                self.run = wandb.init(**keys | dict(mode=mode))
             except Exception as e:
                 warn(f"wandb has no connection within {WANDB_S} s, logging offline ({reason(e)})")
                 self.run = wandb.init(**keys, mode="offline")

@@ -135,8 +135,7 @@ def token_losses(model: Model, ids: torch.Tensor, context: int) -> np.ndarray:
 
 
 def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) -> JsonObject:
-    """Measures losses by buckets of positions, and what tokens gain by more than the least length. tell(what
-    is done now)."""
+    """Measures losses by position, and what a longer context than the least gains. tell(what is done)."""
     S, cut, n = asked.lengths[-1], asked.lengths[0], asked.batches
     edges = bucket_edges(S)
     counts = np.array([*np.diff(edges), max(1, S - cut)])
@@ -173,8 +172,7 @@ def draw_needle(usual: np.ndarray, ids: torch.Tensor, rng: np.random.Generator) 
 
 
 def needle_text(ids: torch.Tensor, needle: torch.Tensor, depth: float | None) -> torch.Tensor:
-    """Puts the needle at the end of the text `ids` and at `depth`: 0 start, 1 before the query, None
-    nowhere."""
+    """Puts the needle at the end of `ids` and at `depth`: 0 start, 1 before the query, None nowhere."""
     text = ids.clone()
     text[-NEEDLE:] = needle
     if depth is not None:

@@ -97,7 +97,8 @@ class Optimizer:
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def find_parts(self, on_host: bool, tp: int) -> None:
-        """Finds of each bucket: `decays`, whether weights decay; `split` and `shared` over the tp ranks."""
+        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, what each
+        tp rank has a part of; `shared`, what all tp ranks hold, and its gradients."""
         self.decays: list[list[tuple[Range, bool]]] = []
         self.split: list[list[Range]] = []
         self.shared: list[list[tuple[Range, torch.Tensor]]] = []

@@ -22,8 +22,7 @@ def code() -> dict[str, str]:
 
 
 def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
-    """Finds {name: both values} of what differs from what it `was`, if known: of older data half a
-    fingerprint."""
+    """Finds {name: both values} of what differs from what it `was`; older data has half a fingerprint."""
     changed = {}
     for name, value in now.items():
         before = was.get(name, value)

@@ -55,8 +55,7 @@ def rescues(out: Path) -> tuple[str, list[Path]]:
 
 
 def is_locked(out: Path, file: IO) -> bool:
-    """Says whether `file` is still the lock in `out`, which somebody may have removed. A network disk that
-    does not answer has not lost it."""
+    """Says whether `out` still has the lock `file`. A disk that does not answer has not lost it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
     except (FileNotFoundError, NotADirectoryError):

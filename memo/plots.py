@@ -113,8 +113,7 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
 
 
 def timeline(spans: Sequence[Span], json_path: Path, png_path: str | Path, title: str) -> None:
-    """Draws one step's spans as a Chrome trace, for Perfetto, and as a PNG with a row for each stream. Red:
-    compute waits."""
+    """Draws one step's spans as a Chrome trace, for Perfetto, and as a PNG, with stalls in red."""
     shown = [s for s in spans if s.kind == "launch" or (s.stream == "compute" and s.kind == "wait")]
     streams = {s.stream for s in shown}
     rows = [*(s for s in STREAMS if s in streams), *sorted(streams - {*STREAMS})]
@@ -199,8 +198,7 @@ def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, lin
 
 
 def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[Rectangle]:
-    """Converts request numbers of rectangles to segments' numbers. `begins`: the first request of each, and
-    the end."""
+    """Converts rectangles' request numbers to segments'. `begins`: each one's first request, and the end."""
     at, to = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
               for end in ("start", "stop"))
     return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
@@ -217,9 +215,8 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
 
 
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
-    """Draws a step's tensors, address against time, where the Plan puts them; below, where `others` do, on
-    the same scale, up to 4 times as high. Tensors left to torch are in none. Errors: ValueError: there is no
-    other."""
+    """Draws a step's tensors, address against time, where the Plan puts them, and below where `others` do, on
+    the same scale, up to 4 times as high. Errors: ValueError: the plan has no tensors."""
     tensors = planned_rectangles(trace, plan)
     if not tensors:
         raise ValueError("trace must request at least one tensor that a plan may have")

@@ -42,8 +42,7 @@ class Made:
 
 
 def parse(data: bytes) -> object:
-    """Reads a pickle: pairs for a dict, a Made for a call. Errors: pickle.UnpicklingError: other opcodes,
-    damage."""
+    """Reads a pickle: pairs for a dict, a Made for a call. Errors: UnpicklingError: no checkpoint's."""
     try:
         stack: list = []
         marks: list[int] = []

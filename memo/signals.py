@@ -34,8 +34,7 @@ class StepGivenUp(BaseException):
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Sets a signal's handler, but where it is ignored (as under nohup), or C code, a profiler's, handles
-    it."""
+    """Sets a signal's handler, unless it is ignored (as under nohup), or a profiler's in C."""
     if signal.getsignal(number) not in (signal.SIG_IGN, None):
         signal.signal(number, handler)
 

@@ -1,7 +1,6 @@
 """The host memory between a model's device and an optimizer on the host: gradients come down, weights go up,
-by steps of the schedule. One page-locked block serves both: weights go up from where their gradients came
-down; but layers that come for several micro batches have another place. Source: ZeRO-Offload (arXiv
-2101.06840)."""
+by steps of the schedule. One page-locked block serves both, but for layers that come again for another micro
+batch: weights go up from where their gradients came down. Source: ZeRO-Offload (arXiv 2101.06840)."""
 
 import torch
 

@@ -1,6 +1,5 @@
-"""Where a sequence is cut into subsequences. Without torch. Lengths are multiples of 128 *
-cfg.layout_multiple, so that matrix products are aligned; of cfg.block_multiple where the sequence is none, or
-has too few."""
+"""Where a sequence is cut into subsequences: at multiples of 128 * cfg.layout_multiple, so that products are
+aligned; where these are too few, or do not fill the sequence, of cfg.block_multiple. Without torch."""
 
 from bisect import bisect_left
 from functools import lru_cache
@@ -25,9 +24,8 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
 
 
 def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:
-    """Counts each subsequence's tokens by slices, each dealt by itself to the ranks that share a sequence.
-    Slices end where helped rows end: what comes before them in a rank's order comes before them on all
-    ranks."""
+    """Counts each subsequence's tokens by slices, each dealt by itself to the ranks that share it. Slices end
+    where helped rows end, so that what comes before them on a rank comes before them on all."""
     lengths = subsequence_lengths(cfg, S)
     if cfg.token_ranks == 1 or S not in (None, cfg.block_size):
         return [(n,) for n in lengths]

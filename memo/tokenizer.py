@@ -276,9 +276,8 @@ def chat_templates(folder: Path) -> str:
 
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:
-    """Chooses the token that ends every document: the one `given`, else the one that files beside the
-    tokenizer name, else the special one of ENDS. Errors: ConfigError: none, several, or it ends a chat's
-    turns."""
+    """Chooses the token that ends every document: the one `given`, else what files beside the tokenizer name,
+    else the special one of ENDS. Errors: ConfigError: none, several, or it ends a chat's turns."""
     added = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
     known = [token for token in ENDS if added.get(token)]
     folder = folder_of(Path(path)) if path else None

@@ -148,8 +148,8 @@ def check_tied_head(folder: Path | str, cfg: Config) -> None:
 
 
 class HfWeights:
-    """Reads the weights of the model in `folder`, by memo's names, fp32: a rank's part of `ranks`, no
-    more."""
+    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`, which
+    share each layer. Errors: those of stored_weights()."""
 
     def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
@@ -158,8 +158,8 @@ class HfWeights:
         self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads memo's parameter `name`, with zeros for the rows that memo adds to the vocabulary. Errors:
-        ConfigError: there are NaN or infinities."""
+        """Reads memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
+        vocabulary. Errors: ConfigError: there are NaN or infinities."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -188,8 +188,7 @@ def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
 
 def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
                    ) -> Iterator[torch.Tensor]:
-    """Yields transformers' tensors in the order of hf_shapes(). read(memo's name): the fp32 parameter, or
-    None."""
+    """Yields transformers' tensors, as hf_shapes() lists them. read(memo's name): fp32, or None."""
     for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
         whole = torch.zeros(shape, dtype=dtype)
         for w in ws:

@@ -22,8 +22,7 @@ OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
 def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) -> Problem:
-    """Reads a Problem from a CSV file of id,lower,upper,size, as minimalloc's. Errors: DsaError, with the
-    line."""
+    """Reads a Problem from a CSV file like minimalloc's. Errors: DsaError, with the line."""
     try:
         lines = read_table(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:

@@ -1,9 +1,8 @@
 """Offline dynamic storage allocation: addresses for buffers of known size and lifespan, at the least peak.
 
 `solve` hands one Problem to a solver; `validate`, which shares no code with the solvers, checks each result.
-Problems are first reduced without loss: time is cut where no buffer is alive, and only moments remain at
-which a greatest set of buffers is alive; bytes become multiples of the sizes' common unit. Source: MEMO
-4.2."""
+Problems are first reduced without loss: time is cut where no buffer is alive, and only moments remain where
+a greatest set of buffers is alive; bytes become multiples of the sizes' unit. Source: MEMO 4.2."""
 
 import time
 from bisect import bisect_left
@@ -91,8 +90,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Holds `offsets` in the buffers' order, the `peak` where the highest buffer ends, and a proven
-    `lower_bound` of it."""
+    """Holds `offsets` in the buffers' order, the `peak` where the highest ends, its proven `lower_bound`."""
 
     offsets: tuple[int, ...]
     peak: int
@@ -150,8 +148,8 @@ def validate(problem: Problem, solution: Solution) -> None:
 
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
-    """Finds the best Solution of `solver` in `time_limit` seconds of work (solvers.py), validated, never
-    worse than greedy's: the least peak, or one of `enough` bytes; with a capacity the first that fits, or
+    """Finds the best Solution of `solver` in `time_limit` seconds of work, validated, never worse than
+    greedy's: the least peak, or one of `enough` bytes; with a capacity the first that fits, or
     NoPlacement."""
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
@@ -180,8 +178,7 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
 
 def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
                 seconds: float) -> tuple[list[int], int, str, float]:
-    """Finds (offsets, bound, who found them, seconds left): of the least peak, or the first at or below
-    `stop`."""
+    """Finds (offsets, bound, who found them, seconds left): the least peak, or one up to `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
     for finder, method in solvers.METHODS[solver]:
         peak, seconds = part.peak(best), seconds - took

@@ -253,8 +253,7 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
 
 
 def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
-    """Lowers offsets, in the solver's order, as far as may be, to whole numbers: rounded ones could
-    overlap."""
+    """Lowers offsets, in the solver's order, to whole numbers: rounded ones could overlap."""
     below: list[list[int]] = [[] for _ in part.size]
     for a, b in zip(i.tolist(), j.tolist(), strict=True):
         low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)

@@ -85,9 +85,9 @@ def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: to
 
 @dataclass
 class Axis:
-    """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent: shapes, memory
-    requests and bytes are as with one. `sender`: over gloo the thread that shifts; `line`: its name in CAME;
-    `store`: by which the ranks have met. Tensors are contiguous."""
+    """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received
+    tensors are uninitialised: shapes, requests and bytes are as with one. `sender`: over gloo the thread that
+    shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are contiguous."""
 
     name: str
     size: int = 1
@@ -125,7 +125,8 @@ class Axis:
         return self.start_gather(x).wait()
 
     def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Starts to sum this rank's part of x, (size, ...) or flat, to `out`, maybe that part."""
+        """Starts to sum all ranks' x, (size, ...) or flat -> this rank's part in `out`, maybe in its
+        place."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
         sent_bytes = x.nbytes // self.size * (self.size - 1)

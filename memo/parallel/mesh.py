@@ -153,9 +153,9 @@ def options_of(name: str, backend: str) -> object:
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
               carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
-    """Opens the Axis of the line that has this rank, if any; all ranks must call it. Sends first messages of
-    these `kinds`: communicators take their memory now, and a network that carries none is found. `carrier`: a
-    group that serves."""
+    """Opens the Axis of the line that has this rank, if any; all ranks must call it. First messages of these
+    `kinds` take communicators' memory now, and find a network that carries none. `carrier`: its group, if
+    known."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     members = next((line for line in lines if host.rank in line), [])
     ends = f", {members[0]} to {members[-1]}" if members else ""

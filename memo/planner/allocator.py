@@ -40,8 +40,7 @@ class Unavailable(RuntimeError):
 
 
 def compile_library(folder: str | Path, *flags: str) -> Path:
-    """Builds the library with g++, in a few seconds, the first time -> its path. Errors: Unavailable,
-    OSError."""
+    """Builds the library with g++, the first time, in seconds -> its path. Errors: Unavailable, OSError."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
                f"-L{where / 'lib'}", "-lc10",
@@ -64,8 +63,7 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Opens the library. Errors: OSError, ValueError: broken, or not ours alone; AttributeError: another
-    one."""
+    """Opens the library. Errors: OSError, ValueError: broken, or not ours alone; AttributeError: another."""
     descriptor = open_file(path)
     try:
         kept(descriptor)  # whole, and what the compiler wrote: the loader would die of less
@@ -134,10 +132,9 @@ class NoArena:
 
 class Arena:
     """Records and places a model's temporary tensors: `run(label, work, *args)` is a segment, settle() the
-    boundary of a step, `plans` all that was planned so far, [(trace, plan)]. A segment must stay on one
-    stream, and on the device that was current when the plan came: a free place may be given away at once.
-    `guard`: check all live blocks on every request, and on the CPU fill what is freed with NaN. Errors:
-    Unavailable."""
+    boundary of a step, `plans` all that was planned so far, [(trace, plan)]. A segment stays on one stream,
+    and on the device that was current when the plan came: a free place may be given away at once. `guard`:
+    check live blocks on every request, and on the CPU fill what is freed with NaN. Errors: Unavailable."""
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:
@@ -186,8 +183,7 @@ class Arena:
         return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
 
     def settle(self) -> bool:
-        """Plans, between two steps, what the last one recorded, and warns of misses -> is there a new
-        plan?"""
+        """Plans, between two steps, what the last recorded, and warns of misses -> is a plan new?"""
         for line in self.lib.memo_misses(self.handle).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
         if not self.stats().log_chars:

@@ -31,9 +31,8 @@ Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the memory of each request of each segment: request k of `segments[label]` is (bytes, offset in
-    the arena, or None: torch's). `lower_bound`: the most bytes in use at one time; `levels`: what was solved,
-    [{segment, n, lower_bound, peak, proven, solver, seconds}]."""
+    """Holds the memory of each request: request k of `segments[label]` is (bytes, offset in the arena, or
+    None: torch's). `lower_bound`: the most bytes in use at a time; `levels`: what was solved."""
 
     arena_bytes: int
     lower_bound: int
@@ -93,8 +92,7 @@ def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Sol
 
 def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0,
                one_level: bool = False) -> Plan:
-    """Plans a trace: equal segments once, then the step with a pseudo block for each; or all requests at
-    once."""
+    """Plans equal segments once, then the step with a pseudo block for each; or all requests at once."""
     start = time.perf_counter()
     requests, spans = requests_of(trace)
     levels = Levels(alignment, solver, time_limit)
@@ -123,8 +121,7 @@ def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limi
 
 def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels: list[dict],
            seconds: float) -> Plan:
-    """Makes the Plan that puts the planned requests, in order, at these offsets. Errors: ValueError,
-    TypeError: they overlap."""
+    """Makes the Plan with these offsets of the planned requests. Errors: ValueError, TypeError: overlap."""
     requests, spans = requests_of(trace)
     planned = [r for r in requests if r.planned]
     problem = Levels(alignment, solver, 0.0).problem([(r.lower, r.upper, r.bytes) for r in planned])

@@ -36,8 +36,7 @@ class Trace:
         return {self.events[i][1]: [*self.events[i:k + 1]] for i, k in zip(begins, ends, strict=True)}
 
     def repeated(self, order: Iterable[tuple[str, str]]) -> "Trace":
-        """Repeats the segments of `order`, [(label, its like here)]. What they do not free outlives the
-        step."""
+        """Repeats the segments of `order`, [(label, its like)]. What is not freed outlives the step."""
         segments = {label: Trace(tuple(its)).settled().events for label, its in self.segments.items()}
         return checked_trace([(verb, label if VERBS[verb] == 1 else f"{number}.{name}", nbytes)
                               for number, (label, like) in enumerate(order)
