@@ -243,8 +243,8 @@ class Saver:
         sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
-        """Removes, on rank 0, all but the `keep` newest of this run's checkpoints, which have no higher
-        number than its newest, and of damaged ones."""
+        """Removes, on rank 0, this run's checkpoints but the `keep` newest, and of damaged ones all but as
+        many. What has a higher number than its newest is not its own."""
         out = self.folder.parent
         if self.rank or self.whole is None or not self.lease(out):
             return

@@ -296,12 +296,12 @@ def main(argv: list[str]) -> int:
         device, dtype = launch.together(host, pick_device, asked, me.local_rank)
         me.take(device)
         here = Here(host, me.local_world, device, dtype)
-        tell, mine = show if me.rank == 0 and not args.json else lambda finding: None, []
+        tell, findings_here = show if me.rank == 0 and not args.json else lambda finding: None, []
         for check in (*FOR_ITSELF, *TOGETHER):
             for finding in findings_of(check, here):
-                mine.append(finding)
+                findings_here.append(finding)
                 tell(finding)
-        first, *others = host.objects((launch.rank_name(me.rank), mine))
+        first, *others = host.objects((launch.rank_name(me.rank), findings_here))
         told = list(first[1])
         for where, findings in others:  # of other ranks the faults that rank 0 has not
             for f in (f for f in findings if f.remedy and f not in first[1]):

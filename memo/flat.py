@@ -34,7 +34,7 @@ class Location:
 
 
 class Range(NamedTuple):
-    """A part of the flat buffers that a rank owns, and where that begins in its shard."""
+    """Locates a part of the flat buffers that a rank owns, and where that begins in its shard."""
 
     start: int
     end: int

@@ -332,12 +332,12 @@ def weights_of(cfg: Config) -> list[Weight]:
         layer, _, last = name.rpartition(".")
         base = last.removesuffix("_w").removesuffix("_b")
         within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
-        there = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
+        place = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
         shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
         if family is not GPT2 or not layer:
-            weights.append(Weight(name, there, shape, D=cfg.head_width if base in ROTATED else 0))
+            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0))
         else:
             first = {"q": 0, "k": C, "v": 2 * C}.get(base)
-            whole = shape if first is None else (3 * C, *shape[1:])
-            weights.append(Weight(name, there, whole[::-1], first or 0, len(shape) == 2))
+            full = shape if first is None else (3 * C, *shape[1:])
+            weights.append(Weight(name, place, full[::-1], first or 0, len(shape) == 2))
     return weights

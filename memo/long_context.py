@@ -144,12 +144,12 @@ def measure_losses(model: Model, asked: Questions, tell: Callable[[str], None]) 
         tell(f"loss by position, context {context:,}, sequence {i + 1} of {n}")
         losses = token_losses(model, asked.sequence(i, S), context)
         return np.array([*np.add.reduceat(losses, edges[:-1]), losses[cut:].sum()]) / counts
-    whole = over_sequences(model, n, partial(means, S))  # (n, buckets + 1)
-    answer = dict(length=S, start=edges[:-1], end=edges[1:], loss=whole.mean(0).tolist()[:-1])
+    full = over_sequences(model, n, partial(means, S))  # (n, buckets + 1)
+    answer = dict(length=S, start=edges[:-1], end=edges[1:], loss=full.mean(0).tolist()[:-1])
     if cut == S:
         return answer
     without = over_sequences(model, n, partial(means, cut))
-    gains = without - whole
+    gains = without - full
     *gain, beyond = gains.mean(0).tolist()
     *error, beyond_error = (gains.std(0, ddof=1) / n**0.5).tolist() if n > 1 else [None] * len(counts)
     return answer | dict(cut_length=cut, cut_loss=without.mean(0).tolist()[:-1], gain=gain, gain_error=error,

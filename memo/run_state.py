@@ -26,7 +26,7 @@ from memo.row_order import RowOrder
 
 @dataclass(kw_only=True)
 class Checked:
-    """The part of a run that each rank knows by itself, before the device is touched."""
+    """Holds the part of a run that each rank knows by itself, before the device is touched."""
 
     cfg: Config  # with the dataset's vocab_size
     data: Data
@@ -44,7 +44,7 @@ class Checked:
 
 @dataclass(kw_only=True)
 class Decided(Checked):
-    """A run with a layout, for which there is memory."""
+    """Holds a run with a layout, for which there is memory."""
 
     cfg: Layout
     host_limit_bytes: int  # this rank's share of the host, for swapped activations
@@ -56,7 +56,7 @@ class Decided(Checked):
 
 @dataclass(kw_only=True)
 class Run(Decided):
-    """A run that can train."""
+    """Holds a run that can train."""
 
     mesh: Mesh
     order: RowOrder  # of the rows of this rank
@@ -80,7 +80,7 @@ class Run(Decided):
 
     @property
     def stored(self) -> Keys:
-        """The keys of config.json and of checkpoints."""
+        """Lists the keys of config.json and of checkpoints."""
         wandb_id = self.ckpt and self.ckpt.config.get("wandb_id")  # a run goes on in Weights & Biases as well
         about = dict(tokenizer=self.data.meta.get("tokenizer"), asked=self.asked, origin=self.origin,
                      wandb_id=wandb_id if plain_name(wandb_id) else self.owner[-8:],

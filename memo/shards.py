@@ -168,7 +168,7 @@ class Reader:
     """Reads the tensors of a checkpoint. `shapes`: {name: shape}."""
 
     def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
-        """`files`: {name: [bytes, ...]} of the checkpoint's own. Errors: UnpicklingError, and any other."""
+        """Reads `metadata`. `files`: {name: [bytes, ...]}. Errors: UnpicklingError, and any other."""
         # a piece takes eight times as much in its shard
         most = min(2**28, 2**21 + sum(size for size, *_ in files.values()) // 8)
         with open(open_file(path / metadata), "rb") as file:

@@ -190,15 +190,15 @@ def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtyp
                    ) -> Iterator[torch.Tensor]:
     """Yields transformers' tensors, as hf_shapes() lists them. read(memo's name): fp32, or None."""
     for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
-        whole = torch.zeros(shape, dtype=dtype)
+        tensor = torch.zeros(shape, dtype=dtype)
         for w in ws:
             if (own := read(w.name)) is not None:
                 n = min(len(own), shape[-1 if w.transposed else 0])  # without memo's padding
-                part = whole[:, w.first:w.first + n] if w.transposed else whole[w.first:w.first + n]
+                part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
                 own, theirs = alike(w, own[:n], part)
                 theirs.copy_(own)
-        yield whole
-        del whole
+        yield tensor
+        del tensor
 
 
 def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
