@@ -53,8 +53,8 @@ from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.staging import HostWeights
 from memo.swap.buffers import Swap, of_sequences
-from memo.swap.placement import Placement, with_stream
-from memo.swap.placing import all_kept
+from memo.swap.placement import Placement
+from memo.swap.placing import all_kept, with_stream
 from memo.views import bucket_views, views
 
 

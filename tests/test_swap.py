@@ -22,8 +22,8 @@ from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.subsequences import unit_rows
 from memo.swap.buffers import Swap
-from memo.swap.placement import Placement, with_stream
-from memo.swap.placing import place_rows, placed
+from memo.swap.placement import Placement
+from memo.swap.placing import place_rows, placed, with_stream
 from memo.swap.slab import HostSlab
 from model import GPT
 from testing.notes import noted_mesh

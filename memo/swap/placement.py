@@ -392,17 +392,6 @@ def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
             for unit, end in zip(units, ends, strict=False)}
 
 
-def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
-    """Places the stream whole where its buffers and regions then fit so many bytes of the device; else
-    copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last passes
-    it on."""
-    if placement.sends:
-        return replace(placement, stream="passed")
-    whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
-    nbytes, fewer = (p.device_bytes(tensors) for p in (whole, copied))
-    return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
-
-
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
     """Counts the rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded
     down, such that at least `granularity` rows remain; at 1 all rows."""

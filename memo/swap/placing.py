@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
 
-from memo.layer import INPUT, SPLIT_ROWS, keys_dealt
+from memo.layer import INPUT, SPLIT_ROWS, Tensor, keys_dealt
 from memo.layout import Layout
 from memo.msp import guests_of, lent_by
 from memo.subsequences import unit_rows
@@ -74,6 +74,17 @@ def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: in
     return replace(whole, n_buffers=min(whole.n_units, n_buffers), kept=kept or {}, input_only=input_only,
                    x_stays=x_stays, keys="stay" if stay else keys,
                    stream=stream or ("whole" if cfg.has_head else "passed"))
+
+
+def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
+    """Places the stream whole where its buffers and regions then fit so many bytes of the device; else
+    copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last passes
+    it on."""
+    if placement.sends:
+        return replace(placement, stream="passed")
+    whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
+    nbytes, fewer = (p.device_bytes(tensors) for p in (whole, copied))
+    return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
