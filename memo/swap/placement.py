@@ -76,7 +76,6 @@ class Placement(Surroundings):
 
     @property
     def what(self) -> str:
-        """Names the units where there are many."""
         return "units" if self.several else "layers"
 
     @cached_property
@@ -149,9 +148,8 @@ class Placement(Surroundings):
 
     @property
     def n_inputs(self) -> int:
-        """Buffers for the units' inputs. With one subsequence also for the last one's output, which is one
-        more than there are units in flight: a unit writes the next one's input while an earlier one's is
-        still copied. With several a unit copies its input from the stream between the layers."""
+        """Counts the buffers for the units' inputs. With one subsequence a unit writes the next one's input
+        while an earlier one's is still copied; with several it copies its own from the stream."""
         return (self.n_units if self.x_stays else self.n_buffers) + (not self.several)
 
     @cached_property
