@@ -8,8 +8,6 @@ memo/block.py, which has one layer, and in memo/edges.py, which has embedding an
     C, H, D   hidden size, heads, head dimension
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
-
-With one rank tp = cp = 1, and gather and scatter_sum (memo/parallel/tp.py) are views.
 """
 
 import math
@@ -59,9 +57,9 @@ from memo.views import bucket_views, views
 
 
 def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into the
-    residual stream over sqrt(2L)."""
-    mine = model_parameters(cfg)
+    """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into
+    the residual stream over sqrt(2L)."""
+    held = model_parameters(cfg)
     generator = torch.Generator(device).manual_seed(seed)
     std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
     for name, p in model_parameters(Layout.whole(cfg)).items():
@@ -73,17 +71,17 @@ def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tu
         # all of them, whole, on every rank alike, and cut later: the numbers do not depend on the layout
         if name in ("wte", "head_w"):
             w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
-        if name in mine:
+        if name in held:
             yield name, w
 
 
 class GPT:
-    """This rank's parameters and their gradients (fp32), each in one flat buffer, and the pass over both.
+    """Holds this rank's parameters and their gradients (fp32), each in one flat buffer, and passes over both.
 
     `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
-    in the parameters of the embeddings, of each layer, of the final norm; each can be shared out equally
-    among mesh.replicas. `bucket_params`, `bucket_grads`: those of each, flat, and their gradients; some may
-    take turns in two places (memo/flat.py). `coming`: the buckets whose parameters come for each pass.
+    of embeddings, each layer, final norm; mesh.replicas can share each out equally. `bucket_params`,
+    `bucket_grads`: those of each, flat; some may take turns in two places (memo/flat.py). `coming`: the
+    buckets whose parameters come for each pass.
     """
 
     def __init__(self, cfg: Layout, device: torch.device, dtype: torch.dtype, grads: bool = True,
@@ -93,7 +91,6 @@ class GPT:
         kernel = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
         self.ops, self.why_ops = resolve_ops(cfg.ops, device)
         check_products(cfg.matmul, device)
-        # to a whole sequence, and to pieces of several subsequences
         # METP's keys and values are those of one group of heads: a second hop takes little memory
         self.attention, self.prefix = attention_over_ranks(kernel, mesh.tokens, cfg.context_parallel,
                                                            self.ops.merge, ahead=1 + cfg.metp)
@@ -121,13 +118,12 @@ class GPT:
         self.arena: Arena | NoArena = NoArena()  # where the transient tensors live: memo/planner/allocator.py
 
     def tables(self, parts: list[torch.Tensor]) -> Tables:
-        """What embedding and head have of the flat tensors of the buckets."""
+        """Views the parts of embedding and head in the flat tensors of the buckets."""
         named = bucket_views(self.layout, self.buckets, parts)
         return Tables(**{name: t for name, t in named.items() if "." not in name})
 
     def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
-        """What computes with the flat parameters of a layer, here or of another stage, and adds to their
-        gradients, where there are any."""
+        """Makes the block of a layer's flat parameters, which adds to their gradients, if there are any."""
         (start, _), first = self.buckets[1], f"h.{self.cfg.layers[0]}."  # all layers are alike
         layout = {name.removeprefix(first): replace(p, offset=p.offset - start)
                   for name, p in self.layout.items() if name.startswith(first)}
@@ -138,9 +134,9 @@ class GPT:
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies this rank's parts of (name, tensor) pairs, whole or these parts, into the parameters."""
-        mine = bucket_views(self.layout, self.buckets, self.loaded)
+        views_of = bucket_views(self.layout, self.buckets, self.loaded)
         for name, tensor in named_tensors:
-            mine[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
+            views_of[name].copy_(local(tensor, self.layout[name].whole, self.mesh.weights))
 
     def reserve(self, B: int, T: int, placement: Placement | None = None,
                 streams: Streams | None = None, pin: bool = True) -> None:
@@ -157,13 +153,12 @@ class GPT:
         lending = self.swap.lending
         self.guest_blocks = [*map(self.block, lending.weights, lending.gradients)] if lending else []
         self.shape = (B, T)
-        # row b*T + t has the position of the t-th token here in the whole sequence, which the ring deals out
-        # in a zigzag, and METP by columns; each subsequence has rows of its own
+        # row b*T + t has the position in the whole sequence of the t-th token of this rank
         order = row_order(cfg, T * cfg.cp, self.mesh)
-        here = order.positions()
-        self.lengths = [len(t) for t in here]
-        self.positions = [t.to(self.device).repeat(B) for t in here]
-        self.turn = [self.rotations_of(positions) for positions in self.positions]
+        positions = order.positions()
+        self.lengths = [*map(len, positions)]
+        self.positions = [t.to(self.device).repeat(B) for t in positions]
+        self.turn = [*map(self.rotations_of, self.positions)]
         p = self.swap.placement
         parts = dict[int, torch.Tensor]()  # of `turn`, where other stages compute the other rows
         for unit, s in self.swap.units.items():
@@ -179,13 +174,13 @@ class GPT:
 
     @property
     def key_shape(self) -> tuple[int, int]:
-        """Of keys and values over a prefix: (tokens for each own row, heads of each token)."""
+        """Finds (tokens for each own row, heads of each token) of keys and values over a prefix."""
         ranks, heads = self.prefix.ranks, self.blocks[0].attention.kv_heads
         # the ranks share the heads out, each at least one
         return (1 if self.cfg.metp else self.mesh.weights.size) * ranks, heads // math.gcd(heads, ranks)
 
     def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """(N,) -> (n, tp or 1, D/2): rows as q's and k's. None where positions are learned."""
+        """Computes (n, tp or 1, D/2), rows as q's and k's, from (N,); None where positions are learned."""
         cfg, tp = self.cfg, self.mesh.weights
         if cfg.position == "learned":
             return None
@@ -196,9 +191,9 @@ class GPT:
 
     def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
                         streams: Streams | None = None, pin: bool = True) -> None:
-        """reserve() for passes whose units are used up one by one, as in a forward without a backward: all
-        units of `n_layer` layers (default: all) take turns in the memory of one. The stream between layers is
-        copied where all would take over half of what a GPU has free."""
+        """Takes memory for passes whose units are used up one by one, as in a forward without a backward:
+        all units of `n_layer` layers (default: all) take turns in the memory of one. The stream between
+        layers is copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
         keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
@@ -209,44 +204,40 @@ class GPT:
         self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)
 
     def close(self) -> None:
-        """Gives the activations' memory back, on device and host, when the copies and messages under way are
-        done."""
+        """Gives the activations' memory back, on device and host, once copies and messages are done."""
         if self.swap is not None:
             self.swap.close()
         self.shape, self.swap = (0, 0), None
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
                 scale: float | None = None) -> torch.Tensor:
-        """Mean loss of (B, T) tokens. With `scale`, backward() may follow: it gives the gradients of scale *
-        loss."""
+        """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
         self.scale = scale
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
-        passes = self.swap.passes
-        # the same steps whatever the mode: what is kept, copied or dropped is the schedule's affair
-        self.follow(passes.evaluation if scale is None else passes.forward)
+        self.follow(self.swap.passes.evaluation if scale is None else self.swap.passes.forward)
         loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
         return loss
 
     def by_subsequence(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """(B, T) -> [(B * T_i,)]."""
+        """Cuts (B, T) -> [(B * T_i,)]."""
         return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
 
     def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list:
-        """[read(i, x)] of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the last
-        layer's output, of own rows of subsequence i; what comes next writes over it."""
-        self.tokens, self.scale, found = self.by_subsequence(tokens), None, []
-        self.follow(self.swap.passes.evaluation, head=lambda i, x: found.append(read(i, x)))
+        """Lists read(i, x) of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the
+        last layer's output, of own rows of subsequence i; what comes next writes over it."""
+        self.tokens, self.scale, results = self.by_subsequence(tokens), None, []
+        self.follow(self.swap.passes.evaluation, head=lambda i, x: results.append(read(i, x)))
         self.swap.streams.timeline.clear()  # nobody asks for these times
-        return found
+        return results
 
     def backward(self, last: bool = False) -> None:
-        """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch, those
-        of each bucket leave for the optimizer as soon as they are complete. Where the device has all of the
-        stream, `swap.x[0]` is then the gradient of the first layer's input."""
+        """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch,
+        those of each bucket leave for the optimizer as soon as they are complete. Where the device has all
+        of the stream, `swap.x[0]` is then the gradient of the first layer's input."""
         self.complete = last
         self.follow(self.swap.passes.last_backward if last else self.swap.passes.backward)
 
@@ -278,13 +269,12 @@ class GPT:
         return Work(label, self.arena.run, (f"{B}x{T}/{label}", *work))
 
     def exchange(self, step: Step) -> None:
-        """What a stage sends to another one, or receives from there; the step's stream waits for it."""
+        """Sends what a stage sends to another one, or receives it; the step's stream waits for it."""
         axis = self.mesh.lanes[step.stream + " back" * (step.back and step.peer is None)]
         (axis.send if step.op is Op.SEND else axis.receive)(*self.swap.message(step)).wait()
 
     def computing(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
-        """(label, function, arguments...) of a step of the compute stream; it is a segment of the memory
-        plan. `head`: see follow()."""
+        """Finds (label, function, arguments...) of a computing step, a segment of the memory plan."""
         layer, i = step.unit
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.op is Op.ADD:
@@ -316,12 +306,11 @@ class GPT:
         raise ValueError(f"{step.kind} is no step that computes")
 
     def block_of(self, unit: Unit) -> LayerBlock:
-        """What computes a unit."""
         guest = unit.subsequence in self.swap.placement.guest_of
         return self.guest_blocks[self.swap.lending.turn[unit]] if guest else self.blocks[unit.layer]
 
     def zeroed(self, unit: Unit) -> list[torch.Tensor]:
-        """What is to be 0 before the backward of a unit, which adds to it."""
+        """Lists what is to be 0 before the backward of a unit, which adds to it."""
         s, p = self.swap.units[unit], self.swap.placement
         if unit[1] in p.guest_of:
             return self.swap.views(Part(Content.REPAID, unit))
@@ -334,7 +323,7 @@ class GPT:
 
     @staticmethod
     def unit_forward(block: LayerBlock, x: torch.Tensor, s: Activations, y: torch.Tensor) -> None:
-        """x -> y, (n, C), or both (B, n/B, C) where others compute the rows between."""
+        """Computes y from x, (n, C), or both (B, n/B, C) where others compute the rows between."""
         if x is not s.x:
             s.x.view(x.shape).copy_(x)
         if y.dim() == 2:
@@ -345,7 +334,7 @@ class GPT:
     @staticmethod
     def unit_backward(block: LayerBlock, dy: torch.Tensor, s: Activations, dx: torch.Tensor,
                       zeroed: list[torch.Tensor]) -> None:
-        """dy -> dx, as in unit_forward."""
+        """Computes dx from dy, as in unit_forward."""
         if zeroed:
             torch._foreach_zero_(zeroed)
         block.backward(dy.flatten(0, -2), s)
@@ -353,6 +342,5 @@ class GPT:
             dx.copy_(s.x.view(dx.shape))
 
     def bring(self, bucket: int) -> None:
-        """Brings a bucket's parameters where these come."""
         if bucket in self.coming and self.source is not None:
             self.source.bring_weights(bucket)

@@ -46,8 +46,7 @@ class Activations:
 
 @dataclass(eq=False)
 class Weights:
-    """Holds a rank's parts of a layer's parameters, or of their gradients; None: the model lacks it, or has
-    no gradients."""
+    """Holds a rank's parts of a layer's parameters, or of their gradients; None: there is none."""
 
     q_w: torch.Tensor | None = None
     k_w: torch.Tensor | None = None

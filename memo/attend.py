@@ -7,8 +7,8 @@ logsumexp in fp32. So nothing has the length of all pieces, and each mode sums i
 of each call takes the merged out and lse. Gradients of keys and values of several subsequences are added to
 `sums` [(dk, dv)], fp32 of the pieces' shapes; a single piece has no sums.
 
-Heads are independent of each other: attend() and attend_backward() go through groups of heads, so that
-temporary tensors stay small. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
+attend() and attend_backward() go through groups of heads, so that temporary tensors stay small. Shapes as in
+memo/attention.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 
 class Attention(NamedTuple):
-    """Attention on the ranks that share the tokens:
+    """Holds attention on the ranks that share the tokens:
 
     forward(q, pieces, scale)
         -> out (fp32 where it is merged), lse
@@ -51,9 +51,8 @@ class Attention(NamedTuple):
     start(k, v)
         sends k and v off before forward or backward, which get those of the other ranks as `coming`
 
-    `ranks`: among so many the heads are dealt in the pieces; `heads`: it takes multiples of so many;
-    `takes_out`: its forward has out=, where it writes. `name`: the kernel's; `label`: its name and version,
-    and why it was chosen.
+    `ranks`: among so many the heads are dealt in the pieces; `heads`: it takes multiples of so many. `name`,
+    `label`, `takes_out`: the kernel's.
     """
 
     name: str
@@ -71,8 +70,7 @@ class Attention(NamedTuple):
 # --- group by group of heads ---
 
 def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> list[tuple[slice, slice]]:
-    """[(slice of the H heads of queries, slice of the Hkv of keys that they read)], as many at a time as
-    layer.heads_at_once gives."""
+    """Lists [(slice of H query heads, slice of the Hkv of keys that they read)]: see heads_at_once()."""
     sharing = H // Hkv
     heads = heads_at_once(rows, D, H, multiple, sharing)
     queries = [slice(i, min(i + heads, H)) for i in range(0, H, heads)]
@@ -80,14 +78,14 @@ def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> l
 
 
 def groups_of(attention: Attention, q: torch.Tensor, pieces: Pieces) -> list[tuple[slice, slice]]:
-    """slices_of_heads() of the heads that each rank is dealt; the longest of queries and keys bounds them."""
+    """Lists slices_of_heads() of what each rank is dealt; the longest of queries and keys bounds them."""
     B, T, H, D = q.shape
     longest = max(T * attention.ranks, *(k.shape[1] for k, _ in pieces))
     return slices_of_heads(B * longest, D, H // attention.ranks, pieces[0][0].shape[2], attention.heads)
 
 
 def dealt(attention: Attention, x: torch.Tensor, h: slice) -> torch.Tensor:
-    """Of the heads that each rank is dealt those of `h`, a view: (B, T, H, D) -> (B, T, ranks, h, D)."""
+    """Views those heads of each rank's that `h` names: (B, T, H, D) -> (B, T, ranks, h, D)."""
     return x.unflatten(2, (attention.ranks, -1))[:, :, :, h]
 
 
@@ -96,8 +94,7 @@ def of_heads(pairs: Pieces, kv: slice) -> Pieces:
 
 
 def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
-    """The keys and values of other ranks that attend() and attend_backward() of H heads of queries take
-    first, for their `coming`; None where they are sent nowhere."""
+    """Sends off the keys and values that attend() of H query heads gets as `coming`; None: none are sent."""
     if attention.start is None:
         return None
     B, T, Hkv, D = k.shape
@@ -107,7 +104,7 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
 
 def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
          meanwhile: Meanwhile | None) -> dict[str, object]:
-    """`coming` for the first group of heads, `meanwhile` for the last one, where there are such."""
+    """Gives `coming` to the first group of heads and `meanwhile` to the last, where there are such."""
     given = dict(coming=coming if h is groups[0][0] else None,
                  meanwhile=meanwhile if h is groups[-1][0] else None)
     return {name: value for name, value in given.items() if value is not None}
@@ -115,8 +112,8 @@ def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
 
 def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, scale: float, out: torch.Tensor,
            lse: torch.Tensor, coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> None:
-    """Writes attention.forward into out (B, T, H, D) and lse (B, H, T). `coming`: see start_keys();
-    `meanwhile` is called between the blocks of a ring (parallel/cp.py)."""
+    """Writes the attention of q to the pieces into out (B, T, H, D) and lse (B, H, T). `coming`: see
+    start_keys(); `meanwhile` is called between the blocks of a ring (parallel/cp.py)."""
     groups, ranks = groups_of(attention, q, pieces), attention.ranks
     for h, kv in groups:
         place = dealt(attention, out, h)
@@ -132,12 +129,12 @@ def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, scale: float, 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
                     out: torch.Tensor, lse: torch.Tensor, scale: float, coming: Visits | None = None,
                     meanwhile: Meanwhile | None = None) -> Gradients:
-    """Adds to `sums` -> [dq]; without sums [dq, dk, dv]. `coming`, `meanwhile`: as attend(). Several groups
-    of heads write them over q, k, v: each gradient exists once. Groups that share a head of keys and values
-    come one after the other: without sums their gradients of it are summed in fp32 then."""
+    """Adds to `sums` -> [dq]; without sums [dq, dk, dv]. `coming`, `meanwhile`: as attend(). Several
+    groups of heads write them over q, k, v, so that each gradient exists once. Groups that share a head of
+    keys follow each other: without sums their gradients of it are summed in fp32."""
     groups, ranks = groups_of(attention, q, pieces), attention.ranks
-    shared, last = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
-    for (h, kv), following in zip(groups, last, strict=True):
+    shared, next_keys = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
+    for (h, kv), following in zip(groups, next_keys, strict=True):
         dout_, q_, out_ = (dealt(attention, x, h).flatten(2, 3) for x in (dout, q, out))
         dq, *dkv = attention.backward(dout_, q_, of_heads(pieces, kv), of_heads(sums, kv), out_,
                                       lse[:, h.start * ranks:h.stop * ranks].contiguous(), scale,
@@ -152,9 +149,7 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
             dkv = [s.add_(g) for s, g in zip(shared, dkv, strict=True)]
         shared = [g.float() for g in dkv] if dkv and kv == following else None
         if dkv and shared is None:
-            k, v = of_heads(pieces, kv)[0]
-            k.copy_(dkv[0])
-            v.copy_(dkv[1])
+            rounded(dkv[0], dkv[1], *of_heads(pieces, kv)[0])
         del dkv
     return [q] if sums else [q, *pieces[0]]
 
@@ -162,13 +157,13 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
 # --- the pieces that lie on this rank ---
 
 def rows_met(pieces: Pieces, last: Tile) -> slice:
-    """The queries that meet any of the pieces, where `last` says what meets of the last one."""
+    """Slices the queries that meet any of the pieces, where `last` says what meets of the last one."""
     return last.queries if len(pieces) == 1 else EVERYTHING
 
 
 def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
                    last: Tile = DIAGONAL, **where: torch.Tensor) -> Result:
-    """Of the rows_met: out, fp32 where there are several pieces, and lse."""
+    """Computes out and lse of the rows_met(); out is fp32 where there are several pieces."""
     for number, (k, v) in enumerate(pieces, 1):
         queries, keys, causal = last if number == len(pieces) else FULL
         out_, lse_ = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **where)
@@ -183,8 +178,7 @@ def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces
 
 def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
                     out: torch.Tensor, lse: torch.Tensor, scale: float, last: Tile = DIAGONAL) -> Gradients:
-    """Adds to `sums` -> [dq] of the rows_met, fp32 where there are several pieces; without sums, of one
-    piece, [dq, dk, dv]."""
+    """Adds to `sums` -> [dq] of rows_met(), fp32 of several pieces; without sums, of one, [dq, dk, dv]."""
     for number, (k, v) in enumerate(pieces, 1):
         queries, keys, causal = last if number == len(pieces) else FULL
         dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries],
@@ -204,14 +198,12 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
 
 
 def in_slices(attention: Attention, slices: Sequence[int]) -> Attention:
-    """`attention` of queries of so many tokens in each of several slices of their subsequence, as there are
-    where stages compute for each other. A slice meets those before it in a full call, like pieces, and itself
-    in a causal one; each is dealt to the ranks by itself."""
+    """Cuts queries of `attention` into slices of so many tokens, where stages compute for each other. A
+    slice meets those before it in a full call, like pieces, and itself in a causal one."""
     if len(slices) < 2:
         return attention
-    mine = [slice(first, end) for first, end in pairwise(accumulate(slices, initial=0))]
-    ranks = attention.ranks
-    both = [(r, slice(r.start * ranks, r.stop * ranks)) for r in mine]  # of queries, of keys
+    own, ranks = [slice(*ends) for ends in pairwise(accumulate(slices, initial=0))], attention.ranks
+    both = [(r, slice(r.start * ranks, r.stop * ranks)) for r in own]  # of queries, of keys
 
     def met(pieces: Pieces, keys: slice) -> Pieces:
         parts = [slice(0, keys.start)] * (keys.start > 0) + [keys]
@@ -229,7 +221,7 @@ def in_slices(attention: Attention, slices: Sequence[int]) -> Attention:
             scale)[0] for r, keys in both], 1)]
 
     def to_pieces(k: torch.Tensor, v: torch.Tensor) -> Pair:
-        ks, vs = zip(*(attention.to_pieces(k[:, r], v[:, r]) for r in mine), strict=True)
+        ks, vs = zip(*(attention.to_pieces(k[:, r], v[:, r]) for r in own), strict=True)
         return torch.cat(ks, 1), torch.cat(vs, 1)
 
     def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:

@@ -26,8 +26,8 @@ Gradients = Sequence[torch.Tensor]  # dq, dk, dv
 
 
 class Kernel(NamedTuple):
-    """`forward(q, k, v, causal, scale)`, `backward(dout, q, k, v, out, lse, causal, scale)`. `takes_out`: its
-    forward has out=, where it writes; `label`: its name and version, and why it was chosen."""
+    """Holds `forward(q, k, v, causal, scale)`, `backward(dout, q, k, v, out, lse, causal, scale)`.
+    `takes_out`: forward has out=, where it writes; `label`: its name and version, and why it was chosen."""
 
     name: str
     forward: Callable[..., Result]
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(B, T, H, D) <-> (B, H, T, D), as views."""
+    """Turns (B, T, H, D) into (B, H, T, D), or back, as views."""
     return [t.transpose(1, 2) for t in tensors]
 
 
@@ -52,7 +52,7 @@ def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) ->
 
 
 def repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """k (B, T, Hkv, D) with a head for each one of q."""
+    """Repeats heads of k (B, T, Hkv, D): one for each of q."""
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
@@ -106,8 +106,7 @@ def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies those of which backends.FAR elements or more lie between the first and the last: a few heads of
-    many tokens."""
+    """Copies those whose first and last elements lie backends.FAR or more apart: few heads, many tokens."""
     spans = [sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors]
     return [t if span < FAR else t.contiguous() for t, span in zip(tensors, spans, strict=True)]
 
@@ -128,10 +127,9 @@ def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 
 # --- the flash-attn packages, where they are installed ---
 
-# {kernel: (distribution, module, its forward, its backward)}. Not through torch's registry of
-# FlashAttention-3 and 4 (torch.nn.attention.activate_flash_attention_impl): in torch 2.13 it fails on
-# flash-attn-4 from beta 19 on, whose forward returns four results and not two; it has no out=; and it
-# replaces `flash` in the whole process
+# {kernel: (distribution, module, its forward, its backward)}. Not through torch.nn.attention's
+# activate_flash_attention_impl: in torch 2.13 it fails on flash-attn-4 from beta 19 on, whose forward returns
+# four results and not two; it has no out=; and it replaces `flash` in the whole process
 INTERFACES = {
     "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward",
                      "_flash_attn_backward"),
@@ -148,14 +146,14 @@ UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """{name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
+    """Lists {name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
     return inspect.signature(getattr(function, "_init_fn", function)).parameters
 
 
 def bound(module: ModuleType, name: str, needed: Sequence[str],
           optional: Sequence[str] = ()) -> Callable[..., Result]:
-    """module.<name> as a function of keywords, the same for all versions of its package: `needed`, and of
-    `optional` those that it has. Errors: Unusable where its parameters are others."""
+    """Makes module.<name> a function of keywords, the same for all versions of its package: `needed`, and
+    of `optional` those that it has. Errors: Unusable where its parameters are others."""
     if not hasattr(module, name):
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
@@ -172,10 +170,10 @@ def bound(module: ModuleType, name: str, needed: Sequence[str],
 
 
 def installed_kernel(name: str) -> Kernel:
-    """The Kernel of a package. Errors: Unusable."""
+    """Loads a package's Kernel. Errors: Unusable."""
     distribution, module, forward, backward = INTERFACES[name]
     try:
-        found = importlib.import_module(module)
+        package = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name and f"{module}.".startswith(f"{e.name}."):  # flash-attn-4 alone has a folder flash_attn too
             raise Unusable("it is not installed") from None
@@ -184,11 +182,11 @@ def installed_kernel(name: str) -> Kernel:
         why = (str(e).splitlines() or [type(e).__name__])[0]
         raise Unusable(f"it cannot be imported ({why})") from None
     lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
-    forward_ = bound(found, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
-    backward_ = bound(found, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
-                                        "causal", "deterministic"))
+    forward_ = bound(package, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
+    backward_ = bound(package, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
+                                          "causal", "deterministic"))
     # a custom op spells it out_, and may not return it: that does not count
-    takes_out = "out" in parameters_of(getattr(found, forward))
+    takes_out = "out" in parameters_of(getattr(package, forward))
 
     def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
                           **out: torch.Tensor) -> Result:
@@ -225,14 +223,9 @@ def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 
 def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                   out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
     torch.ops.memo.attention_backward(name, q, k)
     return gradients
-
-
-def on_meta(name: str) -> Kernel:
-    """The kernel `name`, whose results have shapes only."""
-    return Kernel(name, meta_forward, partial(meta_backward, name), name == "flash_attn_4")
 
 
 # --- the choice ---
@@ -244,8 +237,7 @@ BACKENDS = {b.name: b for b in (  # those of torch
 
 def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
              aligned: bool) -> tuple[Facts, dict[str, Kernel]]:
-    """(Facts of this process and its device, {name: Kernel} of the packages that can be called). A
-    package is imported only where its kernel could serve."""
+    """Finds (Facts, {name: Kernel} of packages that can be called); imports those alone that could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda":
@@ -264,10 +256,11 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
                       aligned: bool = True) -> Kernel:
-    """The Kernel called `name`, or for "auto" of the fastest one there is. On the meta
-    device any. `aligned`: as backends.Facts has it. Errors: ConfigError where a named one cannot serve."""
+    """Finds the Kernel called `name`, for "auto" the fastest one there is; on the meta device any.
+    `aligned`: see backends.Facts. Errors: ConfigError where a named one cannot serve."""
     if device.type == "meta":
-        return BACKENDS.get("cudnn" if name == "auto" else name) or on_meta(name)
+        return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
+            name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
     facts, found = facts_of(device, dtype, head_dim, aligned)
     name, why = choose_kernel(name, facts)
     kernel = found.get(name) or BACKENDS[name]

@@ -1,6 +1,5 @@
 """Which attention kernels there are, in which order `auto` takes them, and how much memory each takes for
-itself: plain data and functions of what a machine has, without torch, so that a run and its estimate choose
-alike.
+itself: functions of what a machine has, without torch, so that a run and its estimate choose alike.
 
 Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; of
 flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
@@ -30,8 +29,8 @@ MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabili
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for 9.24.0,
-    0 where there is none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can};
+    """Holds what decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for
+    9.24.0, 0: none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can};
     `aligned`: whether all keys that come as a block of their own, without a mask, are multiples of 128."""
 
     device: str
@@ -45,19 +44,18 @@ class Facts:
 
 
 def aligned(cfg: Config) -> bool:
-    """Facts.aligned of a run, in however many subsequences: keys of other ranks, and of the subsequences
-    before, are blocks of their own."""
+    """Says whether all blocks of keys of other ranks and earlier subsequences are multiples of 128."""
     return cfg.block_size % (128 * cfg.layout_multiple) == 0
 
 
 def cudnn_version(n: int) -> str:
-    """92400 -> 9.24, 91501 -> 9.15.1."""
+    """Writes 92400 as 9.24, 91501 as 9.15.1."""
     return f"{n // 10000}.{n // 100 % 100}" + f".{n % 100}" * (n % 100 > 0)
 
 
 def order(facts: Facts) -> tuple[str, ...]:
-    """The kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; before Hopper torch
-    too prefers its flash kernel to cuDNN."""
+    """Lists the kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; before
+    Hopper torch too prefers its flash kernel to cuDNN."""
     if facts.device == "cpu":
         return ("cpu", "math")
     newest: tuple[str, ...] = {9: ("flash_attn_4", "flash_attn_3", "cudnn"),
@@ -66,8 +64,8 @@ def order(facts: Facts) -> tuple[str, ...]:
 
 
 def check_matmul(cfg: Config, capability: tuple, itemsize: int) -> None:
-    """Whether a GPU of a compute capability, (0, 0) for a CPU, has cfg.matmul in a dtype of `itemsize`.
-    Source: memo/fp8.py. Errors: ConfigError."""
+    """Checks that a GPU of a compute capability, (0, 0) for a CPU, has cfg.matmul in a dtype of
+    `itemsize`. Source: memo/fp8.py. Errors: ConfigError."""
     if cfg.matmul != "fp8" or capability == (0, 0):
         return
     if capability < LEAST_FP8:
@@ -83,7 +81,7 @@ def check_matmul(cfg: Config, capability: tuple, itemsize: int) -> None:
 
 
 def missing(name: str, facts: Facts) -> str:
-    """Why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
+    """Says why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
     D, capability = facts.head_dim, facts.capability
     if name == "math":
         return ""
@@ -114,34 +112,35 @@ def missing(name: str, facts: Facts) -> str:
 
 
 def passed_over(name: str, facts: Facts) -> str:
-    """Why `auto` does not take kernel `name`; empty where it may."""
-    why, found = missing(name, facts), cudnn_version(facts.cudnn)
-    if not why and name == "cudnn" and facts.cudnn <= WRONG_CUDNN:
+    """Says why `auto` does not take kernel `name`; empty where it may."""
+    version, why = cudnn_version(facts.cudnn), missing(name, facts)
+    if why or name != "cudnn":
+        return why
+    if facts.cudnn <= WRONG_CUDNN:
         last = cudnn_version(WRONG_CUDNN)
-        return f"it is {found}: {last} and older are wrong where the tokens are no multiple of 128"
-    if not why and name == "cudnn" and facts.capability[0] == 9 and not facts.aligned and (
-            facts.cudnn < RIGHT_CUDNN):
-        return (f"it is {found}: before {cudnn_version(RIGHT_CUDNN)} gradients may be NaN where a rank's or "
-                "subsequence's part of block_size is no multiple of 128")
-    return why
+        return f"it is {version}: {last} and older are wrong where the tokens are no multiple of 128"
+    if facts.capability[0] == 9 and not facts.aligned and facts.cudnn < RIGHT_CUDNN:
+        return (f"it is {version}: before {cudnn_version(RIGHT_CUDNN)} gradients may be NaN where a rank's "
+                "or subsequence's part of block_size is no multiple of 128")
+    return ""
 
 
 def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
-    """(the kernel called `name`, or for "auto" the first of order() that can serve; why those before it were
-    not taken, in one line). Errors: ConfigError where a named one cannot serve."""
+    """Finds (the kernel called `name`, or for "auto" the first of order() that can serve; why those before
+    it were not taken, in one line). Errors: ConfigError where a named one cannot serve."""
     if name != "auto":
         if why := missing(name, facts):
             raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
         return name, ""
-    whys = {one: passed_over(one, facts) for one in order(facts)}
-    name = next(one for one, why in whys.items() if not why)  # math serves always
-    before = list(whys)[:list(whys).index(name)]
-    return name, "; ".join(f"{one} {whys[one].removeprefix('it ')}" for one in before)
+    whys = {kernel: passed_over(kernel, facts) for kernel in order(facts)}
+    name = next(kernel for kernel, why in whys.items() if not why)  # math serves always
+    before = [*whys][:[*whys].index(name)]
+    return name, "; ".join(f"{kernel} {whys[kernel].removeprefix('it ')}" for kernel in before)
 
 
 def kernel_of(cfg: Config, machine: Machine) -> str:
-    """The kernel that a run of this config would take on a hardware.Machine: what is named counts as
-    installed, `auto` has what torch of requirements.txt brings along. Errors: ConfigError."""
+    """Finds the kernel that a run would take on a Machine: what is named counts as installed, `auto` has
+    what torch of requirements.txt brings along. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
@@ -152,13 +151,13 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
 
 def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
                multiprocessors: int = 0) -> list[int]:
-    """Bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D) and k, in its
-    order: all alive at once. The gradient of the queries is summed up in fp32; by flash and flash_attn_2,
-    where deterministic, in so many copies that each multiprocessor has one. Where several query heads share
-    one of keys and values, flash and flash_attn_2 make the gradients of these for each query head and sum
-    them then, flash_attn_3 and 4 sum them up in fp32. cuDNN's are one request: what cudnn-frontend takes, in
-    node/scaled_dot_product_flash_attention.h, and for those gradients a guess, fp32 for each query head: what
-    cuDNN itself takes is not published. Counters are left out."""
+    """Lists the bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D)
+    and k, in its order: all alive at once. The gradient of the queries is summed up in fp32; by flash and
+    flash_attn_2, where deterministic, in so many copies that each multiprocessor has one. Where query
+    heads share keys, flash and flash_attn_2 make the gradients of keys and values for each query head and
+    sum them then, flash_attn_3 and 4 sum them up in fp32. cuDNN's are one request: what cudnn-frontend
+    takes (node/scaled_dot_product_flash_attention.h), and for those gradients a guess, fp32 for each query
+    head: what cuDNN itself takes is not published. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k

@@ -1,10 +1,9 @@
 """The two edges of the model, forward and backward written out by hand: the embedding in front of the layers;
-the final norm and the head behind them, with logits, loss and the gradient of both made chunk by chunk.
+the final norm and the head behind them, with logits, loss and the gradient of both made chunk by chunk. Both
+share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 
     N         rows of all subsequences; n of them are the rank's own
     V         vocabulary, padded in memory to a multiple of 128 (the padding never gets a probability)
-
-Both edges share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Tables:
 
 @dataclass
 class Edges:
-    """`w` and `dw`: this rank's parameters and their gradients."""
+    """Computes the edges. `w` and `dw`: this rank's parameters and their gradients."""
 
     cfg: Config
     w: Tables
@@ -66,13 +65,12 @@ class Edges:
 
     @staticmethod
     def head_matrix(w: Tables) -> torch.Tensor:
-        """The head's matrix (V/tp, C) among parameters or gradients: where the two are tied, the
-        embedding's."""
+        """Finds the head's (V/tp, C) of parameters or gradients: the embedding's where they are tied."""
         return w.wte if w.head_w is None else w.head_w
 
     def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(n, C) -> the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and rstd (n,), and logits
-        (tp * n, V/tp)."""
+        """Computes, from x (n, C), the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and
+        rstd (n,), and logits (tp * n, V/tp)."""
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         mean = mean if self.cfg.norm == "layernorm" else None  # RMSNorm has none
@@ -86,11 +84,8 @@ class Edges:
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
              loss: torch.Tensor) -> None:
-        """Final norm, logits, this subsequence's part of the mean loss of N rows added to `loss`, and with
-        `scale` the gradient of scale * loss over x (n, C).
-
-        Token chunk by token chunk: more than head_rows() rows of logits never exist, forward or backward.
-        """
+        """Adds this subsequence's part of the mean loss of N rows to `loss`, and with `scale` writes the
+        gradient of scale * loss over x (n, C). More than head_rows() rows of logits never exist."""
         rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
         for x_, target in zip(x.split(rows), targets.view(-1, self.tp.size).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
@@ -98,20 +93,18 @@ class Edges:
 
     @property
     def own_head_rows(self) -> int:
-        """A rank's own rows in a chunk of the head."""
         matrix = self.head_matrix(self.w)
         nbytes = logit_bytes(matrix.itemsize, self.ops.name != "torch")
         return max(1, head_rows(len(matrix), nbytes, matrix.device.type == "cpu") // self.tp.size)
 
     def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None) -> torch.Tensor:
-        """The part of a chunk's rows of all tp ranks in the mean loss of N, from own rows x (n, C) and
-        targets (tp * n,)."""
+        """Computes a chunk's part of the mean loss of N rows, from own rows x (n, C) and targets (tp * n,)
+        of all tp ranks, and with `scale` the gradients."""
         w, dw, tp = self.w, self.dw, self.tp
         h, mean, rstd, logits = self.logits(x)
         log_p, dlogits = self.ops.cross_entropy(tp, logits, target, scale is not None)
         if scale is not None:
-            # Nobody else reads the logits: their gradient is made at once and used up here. It lacks the
-            # factor scale / N, which h and dh get instead: they are smaller.
+            # the gradient of the logits lacks the factor scale / N, which h and dh get: they are smaller
             accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))
             dh = (dlogits @ self.head_matrix(w)).unflatten(0, (tp.size, -1))
             dh = tp.scatter_sum(dh).mul_(scale / N)

@@ -13,12 +13,11 @@ For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the
               their scales cannot stay outside. A power of two shifts exponents: f/m dyq is e5m2 again, but
               for rows so much smaller than the largest one that e5m2 has no exponent for them
 
-A row's scale is of that row alone, so that a range of rows gets the same bits as all of them; and the same
-whatever the other ranks hold, but for what is below the range of a scale. Weights are rounded where they are
-used, and nothing of them is kept: that reads and writes five bytes of each weight, with which a product of n
-rows computes 2 n FLOPs, little at the lengths here. Those that travel between ranks (METP) are rounded where
-they come from, once each time that they travel: half the bytes are on the way, and products of many pieces of
-rows take them as they are.
+A row's scale is of that row alone, so that a range of rows gets the same bits as all of them, whatever the
+other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used, and
+nothing of them is kept: five bytes of each weight, with which a product of n rows computes 2 n FLOPs, are
+little at the lengths here. Those that travel (METP) are rounded where they come from: half the bytes are on
+the way, and products of many pieces of rows take them as they are.
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
@@ -49,7 +48,7 @@ INFINITE = 0xff << 23  # fp32's bits of the exponent
 
 
 class Quantised:
-    """x = q * scale: q (..., n, K) in FP8, scale (..., n) fp32."""
+    """Holds x = q * scale: q (..., n, K) in FP8, scale (..., n) fp32."""
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.q, self.scale = q, scale
@@ -61,12 +60,11 @@ class Quantised:
         return len(self.q)
 
     def transpose(self, first: int, second: int) -> "Quantised":
-        """Of two dims but the last."""
         return Quantised(self.q.transpose(first, second), self.scale.transpose(first, second))
 
 
 class Matrix:
-    """w = q * scale: q (O, I) in e4m3, scale () fp32."""
+    """Holds w = q * scale: q (O, I) in e4m3, scale () fp32."""
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.q, self.scale = q, scale
@@ -82,12 +80,12 @@ class Matrix:
 
     @cached_property
     def turned(self) -> "Matrix":
-        """(I, O), made once for the products of many pieces of rows."""
+        """Turns w into (I, O), once for the products of many pieces of rows."""
         return Matrix(self.q.t().contiguous(), self.scale)
 
 
 class Gradient:
-    """dy (..., n, K), with the scales (..., n) of its rows in e5m2. It is rounded by each product."""
+    """Holds dy (..., n, K), with the scales (..., n) of its rows in e5m2. Each product rounds it."""
 
     def __init__(self, dy: torch.Tensor, scale: torch.Tensor) -> None:
         self.dy, self.scale = dy, scale
@@ -97,25 +95,25 @@ class Gradient:
 
 
 def scale_of(amax: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The power of two that gives the largest magnitude of a row, `amax`, the exponent EXPONENT; for zeros
-    the least there is: so they set no scale for the other rows of a sum. Infinite where that is not finite:
-    products of such a row are not finite either."""
+    """Finds the power of two that gives the largest magnitude of a row, `amax`, the exponent EXPONENT; for
+    zeros the least there is, so that they set no scale for the other rows of a sum. Infinite where that is
+    not finite: products of such a row are not finite either."""
     power = amax.float().view(torch.int32).bitwise_and(INFINITE).view(torch.float32)  # without the mantissa
     return power.mul_(2.0**-EXPONENT[kind]).clamp_(min=LEAST)
 
 
 def row_scales(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """(..., n, K) -> (..., n)."""
+    """Finds the scales (..., n) of the rows of x (..., n, K)."""
     return scale_of(torch.linalg.vector_norm(x, math.inf, -1), kind)
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """x / scale, powers of two, in FP8, contiguous."""
+    """Rounds x / scale, a power of two, to FP8, contiguous."""
     return torch.div(x, scale, out=torch.empty(x.shape, dtype=kind, device=x.device))
 
 
 def rows(x: torch.Tensor | Quantised) -> Quantised:
-    """(..., K), each row with its own scale; what is Quantised already is as it was."""
+    """Rounds (..., K), each row with its own scale; what is Quantised already is as it was."""
     if isinstance(x, Quantised):
         return x
     scale = row_scales(x, E4M3)
@@ -139,7 +137,7 @@ def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.T
 
 
 class Gathered:
-    """Works of a Quantised (tp, n, K) of all ranks' rows."""
+    """Gathers a Quantised (tp, n, K) of all ranks' rows; see axis.Works."""
 
     def __init__(self, axis: Axis, x: Quantised) -> None:
         self.works = [axis.start_gather(t) for t in (x.q.view(torch.uint8), x.scale)]
@@ -154,7 +152,7 @@ def place(x: torch.Tensor | Quantised, dy: torch.Tensor) -> torch.Tensor:
 
 
 def weights(w: torch.Tensor | Matrix) -> Matrix:
-    """(O, I), all with one scale; what is a Matrix already is as it was."""
+    """Rounds (O, I), all with one scale; what is a Matrix already is as it was."""
     if isinstance(w, Matrix):
         return w
     scale = scale_of(torch.linalg.vector_norm(w, math.inf), E4M3)
@@ -164,8 +162,7 @@ def weights(w: torch.Tensor | Matrix) -> Matrix:
 # matrices that travel
 
 def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> list[Matrix]:
-    """All ranks' parts of a matrix get one scale: so it need not travel, and rows of several ranks make one
-    matrix."""
+    """Rounds with one scale for all ranks' parts: it need not travel, and rows of several make one matrix."""
     amax = torch.stack([torch.linalg.vector_norm(w, math.inf) for w in parts]).float()
     scales = scale_of(axis.gather(amax).amax(0), E4M3)
     return [Matrix(rounded(w, s, E4M3), s) for w, s in zip(parts, scales, strict=True)]
@@ -181,8 +178,7 @@ def arrived(t: torch.Tensor, like: torch.Tensor | Matrix) -> torch.Tensor | Matr
 
 def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor | Matrix, outs: torch.Tensor,
              residual: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
-    """outs (tp, n, O) = scale (tp, n) a (tp, n, I) w (O, I)^T + residual, (O,) or as outs, or none; a in
-    FP8."""
+    """Computes outs (tp, n, O) = scale (tp, n) a (tp, n, I) w (O, I)^T + residual, (O,) or like outs."""
     by = weights(w)
     columns = by.scale.repeat(1, len(by))
     for i, out in enumerate(outs):
@@ -196,8 +192,8 @@ def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor | Matrix, out
 
 
 def failing(device: torch.device) -> str:
-    """Why a CUDA device computes no FP8 products with scales of rows, in a line; empty where it did. torch
-    has none for some GPUs of capability 12.0 (pytorch issue 192707)."""
+    """Says in a line why a CUDA device computes no FP8 products with scales of rows; empty where it does.
+    torch has none for some GPUs of capability 12.0 (pytorch issue 192707)."""
     x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         forward(rows(x[None]), x, x[None])
@@ -210,19 +206,19 @@ def failing(device: torch.device) -> str:
 
 def forward(x: Quantised, w: torch.Tensor | Matrix, out: torch.Tensor,
             residual: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x w^T + residual."""
+    """Computes y = x w^T + residual."""
     return products(x.q, x.scale, w, out, residual, fast=True)
 
 
 def input_gradient(g: Gradient, w: torch.Tensor | Matrix, out: torch.Tensor,
                    add: bool = False) -> torch.Tensor:
-    """dx = dy w, or dx += dy w."""
+    """Computes dx = dy w, or adds it to dx."""
     dyq = rounded(g.dy, g.scale[..., None], E5M2)
     return products(dyq, g.scale, w.t(), out, out if add else None)
 
 
 def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Tensor, Matrix]:
-    """The scales of the matrices go into the gradients, as far as they differ."""
+    """Joins several dy, and their w: the scales go into the gradients, as far as they differ."""
     largest = torch.stack([w.scale for w in ws]).amax()
     dy = dys[0].new_empty(len(dys[0]), sum(map(len, ws)))
     for part, w, out in zip(dys, ws, dy.split([*map(len, ws)], 1), strict=True):
@@ -232,8 +228,8 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Ten
 
 def turn(dy: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, dyq: torch.Tensor,
          xq: torch.Tensor) -> None:
-    """Write dy (tp, n, O) times factor (tp, n) into dyq (O, tp n), and x (tp, n, I) into xq (I, tp n), square
-    by square: torch reads a sector of 32 bytes for each element of a column."""
+    """Writes dy (tp, n, O) times factor (tp, n) into dyq (O, tp n), and x (tp, n, I) into xq (I, tp n),
+    square by square: torch reads a sector of 32 bytes for each element of a column."""
     from memo import kernels
     n = dy.shape[1]
     for i, part in enumerate(factor.contiguous()):
@@ -243,7 +239,7 @@ def turn(dy: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, dyq: torch.Ten
 
 
 def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dyq (O, tp n), xq (I, tp n) and a scale: their product over the rows of all ranks is dy^T x."""
+    """Makes dyq (O, tp n), xq (I, tp n) and a scale: their product over all ranks' rows is dy^T x."""
     f = g.scale * x.scale  # (tp, n)
     largest = f.max().clamp_min(LEAST)
     # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
@@ -259,10 +255,10 @@ def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Te
 
 
 def add_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
-    """dw (O, I) += scale a (O, n) b (I, n)^T, both in FP8."""
+    """Adds scale a (O, n) b (I, n)^T, both in FP8, to dw (O, I)."""
     dw += torch._scaled_mm(a, b.t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
 
 
 def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
-    """dw (O, I) += the sum of dy^T x over the rows of all ranks."""
+    """Adds the sum of dy^T x over the rows of all ranks to dw (O, I)."""
     add_product(dw, *gradient_operands(g, x))

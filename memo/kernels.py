@@ -1,8 +1,7 @@
 """Fused kernels in Triton, for what takes torch several passes over memory: see memo/ops.py, the only caller.
 
 A row of C elements is one program's, whole and in fp32 registers. Statistics, gradients of parameters and
-rotations are fp32. tests/test_ops.py runs the kernels in Triton's interpreter, on the CPU, against fp64; no
-GPU has run them yet.
+rotations are fp32. tests/test_ops.py runs the kernels in Triton's interpreter against fp64; no GPU has yet.
 """
 
 import torch
@@ -35,8 +34,7 @@ def norm_forward_kernel(x, w, b, out, mean, rstd, C, eps,
 
 @triton.jit
 def norm_means_kernel(dy, x, mean, rstd, w, means, N, C, HAS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's means of g and of g xhat, which norm_backward_kernel takes of rows that are longer than a
-    block."""
+    """Computes a row's means of g and of g xhat, for norm_backward_kernel where it is longer than a block."""
     row = tl.program_id(0).to(tl.int64)
     m, r, g_sum, along = 0.0, tl.load(rstd + row), 0.0, 0.0
     if HAS_MEAN:
@@ -56,9 +54,8 @@ def norm_means_kernel(dy, x, mean, rstd, w, means, N, C, HAS_MEAN: tl.constexpr,
 def norm_backward_kernel(residual, dy, x, mean, rstd, w, means, sums, out, N, C, programs,
                          HAS_RESIDUAL: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_B: tl.constexpr,
                          WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = dy w and xhat = (x - mean) rstd; means over the
-    row. Of RMSNorm both means but the last are left out. Not WHOLE: a block of the columns, whose rows' means
-    are in `means`."""
+    """Computes dx = rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, xhat = (x - mean) rstd; means over the
+    row, of RMSNorm the last one alone. Not WHOLE: of a block of columns, whose rows' means are in `means`."""
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     gain = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
@@ -94,8 +91,7 @@ def norm_backward_kernel(residual, dy, x, mean, rstd, w, means, sums, out, N, C,
 
 @triton.jit
 def rotary_kernel(x, turn, width, D, row_stride, turn_stride, BACK: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's pairs (a, b) become (a cos - b sin, a sin + b cos); `turn` has (cos, sin) D/2 times a row, for
-    every head."""
+    """Turns a row's pairs (a, b) into (a cos - b sin, a sin + b cos); `turn`: (cos, sin) D/2 times a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
     pairs = tl.load(x + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
@@ -120,9 +116,9 @@ def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_
     both = tl.maximum(a, a_) + tl.log(1.0 + tl.exp(-tl.abs(a - a_)))
     at = b.to(tl.int64) * out_b + h * out_h + t[:, None] * out_t + d[None, :]
     at_ = b.to(tl.int64) * other_b + h * other_h + t[:, None] * other_t + d[None, :]
-    mine = tl.load(out + at, mask=inside, other=0.0) * tl.exp(a - both)[:, None]
-    theirs = tl.load(out_ + at_, mask=inside, other=0.0).to(tl.float32) * tl.exp(a_ - both)[:, None]
-    tl.store(out + at, mine + theirs, mask=inside)
+    part = tl.load(out + at, mask=inside, other=0.0) * tl.exp(a - both)[:, None]
+    part_ = tl.load(out_ + at_, mask=inside, other=0.0).to(tl.float32) * tl.exp(a_ - both)[:, None]
+    tl.store(out + at, part + part_, mask=inside)
     tl.store(lse + b * lse_b + h * lse_h + t, both, mask=rows)
 
 
@@ -137,7 +133,7 @@ def swiglu_forward_kernel(gate, up, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
-    """silu(g) = g s, where s = 1 / (1 + e^-g); its derivative is s (1 + g (1 - s))."""
+    """Computes from silu(g) = g s, s = 1 / (1 + e^-g), whose derivative is s (1 + g (1 - s))."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     d = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
@@ -150,8 +146,7 @@ def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def logsumexp_kernel(logits, target, lse, of_target, V, first, BLOCK: tl.constexpr):
-    """A row's log of the sum of exponentials, and the logit of its target, 0 where the columns, of which the
-    first is `first`, lack it."""
+    """Computes a row's logsumexp, and its target's logit, 0 where the columns from `first` on lack it."""
     row = tl.program_id(0).to(tl.int64)
     largest, total = float("-inf"), 0.0
     for start in range(0, V, BLOCK):
@@ -162,13 +157,13 @@ def logsumexp_kernel(logits, target, lse, of_target, V, first, BLOCK: tl.constex
         largest = larger
     tl.store(lse + row, largest + tl.log(total))
     at = tl.load(target + row) - first
-    here = (at >= 0) & (at < V)
-    tl.store(of_target + row, tl.load(logits + row * V + at, mask=here, other=0.0).to(tl.float32))
+    inside = (at >= 0) & (at < V)
+    tl.store(of_target + row, tl.load(logits + row * V + at, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def logits_backward_kernel(logits, target, lse, V, first, BLOCK: tl.constexpr):
-    """The gradient of a row's cross entropy over its logits: their softmax, less 1 at the target."""
+    """Computes the gradient of a row's cross entropy over its logits: their softmax, less 1 at the target."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < V
     p = tl.exp(tl.load(logits + row * V + c, mask=inside, other=0.0).to(tl.float32) - tl.load(lse + row))
@@ -178,8 +173,7 @@ def logits_backward_kernel(logits, target, lse, V, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def turn_kernel(x, factor, out, N, K, row_stride, column_stride, SCALED: tl.constexpr, BLOCK: tl.constexpr):
-    """A square of x (N, K) becomes one of out (K, N), a byte an element; each row times its factor, in
-    e5m2."""
+    """Turns a square of x (N, K) into one of out (K, N), a byte an element; rows times `factor`, in e5m2."""
     n, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (n < N)[:, None] & (k < K)[None, :]
     v = tl.load(x + n.to(tl.int64)[:, None] * row_stride + k[None, :], mask=inside)
@@ -192,7 +186,7 @@ def turn_kernel(x, factor, out, N, K, row_stride, column_stride, SCALED: tl.cons
 
 
 def warps(block: int) -> int:
-    """Of a program: about 16 elements a thread."""
+    """Counts a program's warps: about 16 elements a thread."""
     return min(32, max(1, block // 512))
 
 
@@ -208,8 +202,8 @@ def launch_norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
 def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
                          mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, sums: torch.Tensor,
                          means: torch.Tensor | None, out: torch.Tensor, most: int) -> None:
-    """`sums`: (1, programs, C) fp32 for what each program adds to dw; (2, programs, C) with a bias, for db
-    too. `means`: memory, (2, N) fp32, where a row has more than `most` columns, a power of two."""
+    """Writes dx, and into `sums` (1, programs, C) fp32 what each program adds to dw, with a bias (2, ...),
+    for db too. `means`: memory, (2, N) fp32, where a row has more than `most` columns, a power of 2."""
     assert all(t is None or t.is_contiguous() for t in (residual, dy, x, out))
     N, C = x.shape
     programs, block = sums.shape[1], min(most, triton.next_power_of_2(C))
@@ -223,7 +217,7 @@ def launch_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: tor
 
 
 def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
-    """x: (..., heads * D), rows any distance apart; turn: (..., D/2) complex64. In place."""
+    """Rotates x (..., heads * D), rows any distance apart, in place by turn (..., D/2) complex64."""
     x, turn = x.view(-1, x.shape[-1]), turn.view(-1, turn.shape[-1])
     assert x.stride(1) == 1
     rows, width = x.shape
@@ -234,8 +228,7 @@ def launch_rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
 
 
 def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
-    """out (B, T, H, D) fp32, lse (B, H, T), out_ and lse_ of the same shapes; the last dim of each is
-    contiguous."""
+    """Merges out_ and lse_ into out (B, T, H, D) fp32 and lse (B, H, T); last dims are contiguous."""
     assert all(x.stride(-1) == 1 for x in (out, lse, out_, lse_))
     B, T, H, D = out.shape
     block = triton.next_power_of_2(D)
@@ -245,14 +238,14 @@ def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_:
 
 
 def launch_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-    """Tensors of one shape, each contiguous; `out` may be either."""
+    """Writes silu(gate) * up into `out`, all of one shape, contiguous; `out` may be either."""
     assert all(t.is_contiguous() for t in (gate, up, out))
     n = gate.numel()
     swiglu_forward_kernel[(triton.cdiv(n, ELEMENTS),)](gate, up, out, n, ELEMENTS, num_warps=warps(ELEMENTS))
 
 
 def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
-    """Of one shape, each contiguous. Writes over gate and up."""
+    """Writes the gradients over gate and up, all of one shape, contiguous."""
     assert all(t.is_contiguous() for t in (dy, gate, up))
     n = gate.numel()
     swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, ELEMENTS, num_warps=warps(ELEMENTS))
@@ -260,14 +253,14 @@ def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tenso
 
 def launch_logsumexp(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor,
                      of_target: torch.Tensor) -> None:
-    """logits (rows, V), of columns from `first` on; target (rows,) int64; lse, of_target (rows,) fp32."""
+    """Writes lse, of_target (rows,) fp32 of logits (rows, V), columns from `first` on; target: int64."""
     assert all(t.is_contiguous() for t in (logits, target, lse, of_target))
     rows, V = logits.shape
     logsumexp_kernel[(rows,)](logits, target, lse, of_target, V, first, ELEMENTS, num_warps=warps(ELEMENTS))
 
 
 def launch_logits_backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor) -> None:
-    """Of launch_logsumexp's shapes. Writes over logits."""
+    """Writes the gradient over logits; shapes as launch_logsumexp's."""
     assert all(t.is_contiguous() for t in (logits, target, lse))
     rows, V = logits.shape
     logits_backward_kernel[(rows, triton.cdiv(V, ELEMENTS))](logits, target, lse, V, first, ELEMENTS,
@@ -275,7 +268,7 @@ def launch_logits_backward(logits: torch.Tensor, target: torch.Tensor, first: in
 
 
 def launch_turn(x: torch.Tensor, out: torch.Tensor, factor: torch.Tensor | None = None) -> None:
-    """out (K, N), FP8, = x (N, K)^T: bytes as they are, or where a `factor` (N,) fp32 is given x, in any
+    """Writes x (N, K)^T into out (K, N), FP8: bytes as they are, or with `factor` (N,) fp32 x, in any
     dtype, times this in e5m2. Neighbours lie along the last dim of x, of out, of `factor`."""
     assert x.stride(1) == out.stride(1) == 1 and (factor is None or factor.is_contiguous())
     N, K = x.shape

@@ -1,12 +1,9 @@
 """What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward,
-and the operation that makes each of them. One value per family of models; everything else (flat buffers,
-rounding buffers, swap, alpha, checkpoints, estimate, profiler) reads this value and knows no layer by itself.
-No torch.
+and the operation that makes each of them. One value per family of models; all else reads it. No torch.
 
 Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
 What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
-skeletal tensor but `lse` a range of rows is contiguous, and whatever is token-wise can be done on any range
-of rows. Source: MEMO 3.1 and 4.1.
+skeletal tensor but `lse` a range of rows is contiguous. Source: MEMO 3.1 and 4.1.
 """
 
 from dataclasses import dataclass, replace
@@ -32,21 +29,20 @@ KEYS_VALUES = "k", "v"  # what later tokens read; with several subsequences it h
 
 @dataclass(frozen=True)
 class Parameter:
-    """`shape`: whole. `split_dim`: the dim along which the tp ranks share the parameter; None: each rank
-    holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
+    """Describes a parameter. `shape`: whole. `split_dim`: the dim along which the tp ranks share it; None:
+    each holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
 
     shape: tuple[int, ...]
     split_dim: int | None = None
     init: str = "normal"
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape of one tp rank's part."""
         return tuple(n // tp if dim == self.split_dim else n for dim, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What makes a skeletal tensor, or the output of the layer.
+    """Describes what makes a skeletal tensor, or the output of the layer.
 
     kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
     each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
@@ -64,10 +60,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Skeletal:
-    """One row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32 statistic a
-    token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns, otherwise by
-    tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it, for it is
-    read by nothing else; the statistic <name>_scale belongs to it (memo/fp8.py).
+    """Describes one row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32
+    statistic a token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns,
+    otherwise by tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it,
+    for it is read by nothing else; the statistic <name>_scale belongs to it (memo/fp8.py).
 
     `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
     each from what is there by then: what one group costs depends on no other. None: always swapped.
@@ -84,7 +80,7 @@ class Skeletal:
 
     @property
     def dtype(self) -> str:
-        """torch's name; empty: that of the run."""
+        """Names the dtype as torch does; empty: that of the run."""
         return "float8_e4m3fn" if self.fp8 else "" if self.width else "float32"
 
 
@@ -100,9 +96,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """`parameters`: {name: Parameter}. `skeletal`: in the order in which the forward makes the tensors.
-    `operations`: of the forward, in order, but for attention; the last one makes the next layer's input.
-    `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
+    """Describes a layer. `parameters`: {name: Parameter}. `skeletal`: in the order in which the forward
+    makes the tensors. `operations`: of the forward, in order, but for attention; the last one makes the
+    next layer's input. `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
 
     parameters: dict[str, Parameter]
     skeletal: tuple[Skeletal, ...]
@@ -113,68 +109,65 @@ class Layer:
 
     @property
     def groups(self) -> dict[str, Operation]:
-        """{group: the operation that rebuilds it}, in the order of the forward."""
+        """Finds {group: the operation that rebuilds it}, in the order of the forward."""
         return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
 
     @property
     def keys(self) -> tuple[Operation, ...]:
-        """What makes keys and values where these are in no group."""
+        """Lists what makes keys and values where these are in no group."""
         return tuple(t.made_by for t in self.skeletal if t.name in KEYS_VALUES and not t.group and t.made_by)
 
     @property
     def head_norms(self) -> bool:
-        """Whether q and k are normed head by head, each time that attention takes them."""
+        """Says whether q and k are normed head by head, each time that attention takes them."""
         return "q_norm_w" in self.parameters
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Elements of all matrices."""
         return sum(prod(p.shape) for p in self.parameters.values() if len(p.shape) == 2)
 
     def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
-        """{name: Tensor} of one layer of B sequences; T: the tokens of each that a rank of cp holds.
-        `itemsize` in bytes."""
-        made, N, sizes = {}, B * T // tp, {"": itemsize, "float32": 4, "float8_e4m3fn": 1}
+        """Finds {name: Tensor} of B sequences, T tokens of each on a rank of cp; `itemsize` in bytes."""
+        tensors, N, sizes = {}, B * T // tp, {"": itemsize, "float32": 4, "float8_e4m3fn": 1}
         for t in self.skeletal:
             whole_rows = (N, *[tp] * t.split, *[t.width // (tp if t.split else 1)] * (t.width > 0))
             per_head = (B, self.heads // tp, T) if t.split else (B, self.heads, T // tp)
             shape = per_head if t.per_head else whole_rows
-            made[t.name] = Tensor(prod(shape) * sizes[t.dtype], shape, t.dtype, t.group)
-        return made
+            tensors[t.name] = Tensor(prod(shape) * sizes[t.dtype], shape, t.dtype, t.group)
+        return tensors
 
 
 # --- the families ---
 
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
                        qk_norm: bool) -> dict[str, Parameter]:
-    """{name: Parameter} of a decoder_layer with queries Q wide, keys and values KV. What all tp ranks hold
-    stands last."""
+    """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
     def whole(n: int, init: str) -> Parameter:
         return Parameter((n,), None, init)
-    made = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
-            "proj_w": Parameter((C, Q), 1, "residual")}
+    parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
+                  "proj_w": Parameter((C, Q), 1, "residual")}
     if mlp == "gelu":
-        made |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
+        parameters |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
     else:
-        made |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
-                 "down_w": Parameter((C, F), 1, "residual")}
+        parameters |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
+                       "down_w": Parameter((C, F), 1, "residual")}
     if bias or qkv_bias:
-        made |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
-                 "v_b": Parameter((KV,), 0, "zeros")}
+        parameters |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
+                       "v_b": Parameter((KV,), 0, "zeros")}
     if bias:
-        made |= {"fc1_b": Parameter((F,), 0, "zeros")}
-        made |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
-    made |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
+        parameters["fc1_b"] = Parameter((F,), 0, "zeros")
+        parameters |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
+    parameters |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
     if qk_norm:  # over the D elements of each head, the same for all heads
-        made |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
-    return made
+        parameters |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
+    return parameters
 
 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
                   bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, rope: bool = False,
                   metp: bool = False, subsequences: bool = False, fp8: bool = False) -> Layer:
-    """x -> mid = x + attention(norm x) -> mid + mlp(norm mid), H heads of D elements, Hkv of keys and values.
+    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
 
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
@@ -224,7 +217,6 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
 
 
 def layer_of(cfg: Settings) -> Layer:
-    """The Layer of a config."""
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
                          cfg.n_subsequences > 1, cfg.matmul == "fp8")
@@ -233,21 +225,17 @@ def layer_of(cfg: Settings) -> Layer:
 # --- the shape of a run ---
 
 def tensors_of(cfg: Settings, itemsize: int) -> dict[str, Tensor]:
-    """The skeletal tensors of one layer on one rank of a config."""
+    """Finds {name: Tensor} of one layer on one rank of a config."""
     return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
 
 
 def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
-    """{group: its tensors}, of skeletal tensors, in their order."""
-    groups: dict[str, list[str]] = {}
-    for name, t in tensors.items():
-        if t.group:
-            groups.setdefault(t.group, []).append(name)
-    return groups
+    """Lists the tensors of each group: {group: names}, in their order."""
+    groups = dict.fromkeys(t.group for t in tensors.values() if t.group)
+    return {group: [name for name, t in tensors.items() if t.group == group] for group in groups}
 
 
 def n_rows(cfg: Settings) -> int:
-    """Rows of a rank's own."""
     return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
 
 
@@ -258,16 +246,15 @@ def logit_bytes(itemsize: int, fused: bool) -> int:
 
 
 def head_rows(V: float, nbytes: int, cpu: bool) -> int:
-    """Says for how many tokens logits exist at once: a rank has V columns of them, `nbytes` each."""
+    """Says for how many tokens logits exist at once: V columns on a rank, `nbytes` each."""
     if cpu:
         return HEAD_ROWS
     return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_BYTES // (V * nbytes * HEAD_ROWS))))
 
 
 def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int = 1) -> int:
-    """How many of the query heads attention takes at a time, a multiple: GROUP_ELEMENTS bounds (rows, heads,
-    D). So many heads share one of keys and values: a group has all that share some, or an equal part of those
-    that share one."""
+    """Counts the query heads that attention takes at a time, a multiple of `multiple`: GROUP_ELEMENTS
+    bounds (rows, heads, D), and shares_heads() holds."""
     if rows * D * heads <= GROUP_ELEMENTS:
         return heads
     fitting = [n for n in range(multiple, heads + 1, multiple) if shares_heads(n, sharing)]
@@ -275,9 +262,9 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
 
 
 def head_groups(cfg: Settings) -> int:
-    """METP's groups of query heads, whose q, k and v exist one after the other: as many as cfg.head_groups
-    says. Or the fewest with METP_ELEMENTS or less in q, two of each tp rank where that is no more than there
-    are heads of keys: the first one's matrices come while hardly anything is computed."""
+    """Counts METP's groups of query heads, whose q, k and v exist one after the other: cfg.head_groups, or
+    the fewest with METP_ELEMENTS or less in q, two of each tp rank where there are as many heads of keys:
+    hardly anything is computed while the first one's matrices come."""
     if cfg.head_groups != "auto":
         return cfg.head_groups
     possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)
@@ -287,50 +274,45 @@ def head_groups(cfg: Settings) -> int:
 
 
 def makes_queries_early(cfg: Settings) -> bool:
-    """Whether METP's backward makes the next group's queries, and keys and values two groups ahead, beside
-    the own block: in a ring of two ranks, unless its groups are as large as can be."""
+    """Says whether METP's backward makes the next group's queries, and keys and values two groups ahead,
+    beside the own block: in a ring of two ranks, unless its groups are as large as can be."""
     return cfg.token_ranks == 2 < head_groups(cfg)
 
 
 def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
-    """Into how many groups H query heads can be cut, in ascending order: equally many heads in each, all of
-    one tp rank, which share the Hkv heads of keys evenly."""
+    """Lists into how many groups H query heads can be cut, ascending: equally many in each, all of one tp
+    rank, which share the Hkv heads of keys evenly."""
     return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
 
 
 def travelling(cfg: Settings) -> tuple[dict[str, int], dict[str, int]]:
-    """({parameter: elements of a rank's part} of the MLP, {parameter: elements of a group of heads}), of what
-    METP sends between the ranks of tp; {} where it sends none."""
-    part, group = dict[str, int](), dict[str, int]()
+    """Counts what METP sends between the ranks of tp: ({parameter: elements of a rank's part} of the MLP,
+    {parameter: elements of a group of heads}); {} where it sends none."""
     if not cfg.metp or cfg.tp == 1:
-        return part, group
+        return {}, {}
     layer, groups = layer_of(cfg), head_groups(cfg)
-    for name, p in layer.parameters.items():
-        if p.split_dim is None:
-            continue
-        if name[0] in "qpkv":
-            group[name] = prod(p.shape) // (groups if name[0] in "qp" else min(groups, layer.kv_heads))
-        else:
-            part[name] = prod(p.shape) // cfg.tp
-    return part, group
+    elements = {name: prod(p.shape) for name, p in layer.parameters.items() if p.split_dim is not None}
+    part = {name: n // cfg.tp for name, n in elements.items() if name[0] not in "qkvp"}
+    key_groups = min(groups, layer.kv_heads)
+    return part, {name: n // (key_groups if name[0] in "kv" else groups) for name, n in elements.items()
+                  if name not in part}
 
 
 def keys_dealt(cfg: Settings) -> int:
-    """How often each head of keys lies in the pieces that attention over a prefix reads, of all ranks of cp:
-    Ulysses deals whole heads, each rank at least one."""
+    """Counts how often each head of keys lies in the pieces of all ranks of cp that attention over a
+    prefix reads: Ulysses deals whole heads, each rank at least one."""
     ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
 
 
 def shares_heads(heads: int, sharing: int) -> bool:
-    """Whether a group of so many query heads, of which `sharing` read one head of keys, has all that read
-    some, or an equal part of those that read one."""
+    """Says whether a group of `heads` query heads, of which `sharing` read one head of keys, has all that
+    read some, or an equal part of those that read one."""
     return heads % sharing == 0 or sharing % heads == 0
 
 
 def group_heads(cfg: Settings, S: int | None = None) -> int:
-    """Query heads of a rank of a config that attention takes at a time. S: the tokens of each sequence that
-    it takes, by default all."""
+    """Counts the query heads that attention takes at a time, of S tokens of each sequence, by default all."""
     rows = cfg.batch_size * (S or cfg.block_size) // cfg.cp
     if cfg.metp:
         return heads_at_once(rows // cfg.tp, cfg.head_width, cfg.n_head // head_groups(cfg),

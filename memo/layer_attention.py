@@ -1,13 +1,11 @@
-"""Attention of a layer: of its q, k and v as it makes them, whoever has the other tokens, over one
-sequence, or with several subsequences over those up to its own.
-
-Keys and values of several subsequences lie in pieces, `s.pieces`, which later subsequences read. Where a
-piece holds them as the layer makes them, it is the unit's own `k` and `v`; else they are written into it
-(put_keys). `kv`: the heads of keys that some heads of queries read. Shapes as in memo/attention.py.
+"""Attention of a layer, of its q, k and v as it makes them: over a whole sequence, or with several
+subsequences over those up to its own, which lie in pieces, `s.pieces`. Where the unit's own piece holds keys
+and values as the layer makes them, it is the unit's `k` and `v`; else they are written into it (put_keys).
+`kv`: the heads of keys that some heads of queries read. Shapes as in memo/attention.py.
 
 Norms of q and k, head by head (Qwen 3), stand in front of attention: the layer keeps q and k as they were
 before. A group of heads is normed and rotated right before attention takes it, and again before its backward:
-no normed tensor is longer there than that, and none is copied to the host.
+normed tensors are short, and none is copied to the host.
 """
 
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMSNorm over D of each head of `q` or `k`, which is rotated then. `w`, `dw`: of a layer; positions in
+    """Norms each head of `q` or `k` (RMSNorm over D), and rotates it. `w`, `dw`: of a layer; positions in
     `turn` as in memo/ops.py."""
 
     ops: Ops
@@ -63,8 +61,8 @@ class HeadNorms:
             self.ops.rotary(x.view(*self.turn.shape[:2], -1), self.turn, back)
 
     def over(self, attention: Attention, several: bool) -> Attention:
-        """`attention` of normed q and k. Of several subsequences keys are normed once, by to_pieces, for many
-        queries read them: pieces hold normed keys."""
+        """Makes `attention` take q and k before their norms. Keys of several subsequences are normed once,
+        by to_pieces, for many queries read them: pieces hold normed keys."""
 
         def normed(pieces: Pieces) -> tuple[Pieces, list[Kept]]:
             if several:
@@ -105,8 +103,8 @@ class HeadNorms:
 
 
 class LayerAttention:
-    """Holds the Attention to a whole sequence and that to pieces of several subsequences, and norms per head
-    where the family has some. `kv_heads`: of a rank."""
+    """Holds the Attention to a whole sequence and that to pieces of several subsequences, and norms per
+    head where the family has some. `kv_heads`: of a rank."""
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
@@ -120,21 +118,19 @@ class LayerAttention:
 
     def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
-        B, _, T = like.shape
-        return [x.view(B, T, -1, self.head_dim) for x in rows]
+        return [x.view(like.shape[0], like.shape[2], -1, self.head_dim) for x in rows]
 
     def norms(self, s: Activations) -> HeadNorms:
-        """The norms of q and k, where the family has some."""
         return HeadNorms(self.ops, self.w, self.dw, self.eps, s.turn)
 
     def over(self, s: Activations) -> Attention:
-        """The Attention of q and k as the layer makes them: to the whole sequence, or to `s.pieces`."""
+        """Chooses the Attention to the whole sequence or to `s.pieces`, with norms per head in front."""
         attention = in_slices(self.pieces, s.slices) if s.pieces else self.whole
         return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
 
     def keys_apart(self, s: Activations) -> bool:
-        """Says whether the unit's own piece does not hold keys and values as the layer makes them; so, too,
-        where other stages compute the later rows of several sequences, whose keys lie between."""
+        """Says whether the unit's own piece lacks keys and values as the layer makes them: so it does,
+        too, where other stages compute later rows of several sequences, whose keys lie between."""
         return self.keys_change or not s.pieces[-1][0].is_contiguous()
 
     def put_keys(self, s: Activations, k: torch.Tensor, v: torch.Tensor, kv: slice = EVERYTHING) -> None:
@@ -153,13 +149,13 @@ class LayerAttention:
     def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,
                  lse: torch.Tensor, kv: slice = EVERYTHING, coming: Visits | None = None,
                  meanwhile: Meanwhile | None = None) -> Gradients:
-        """-> dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
+        """Computes dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
         return attend_backward(self.over(s), dout, q, of_heads(s.pieces, kv) or keys,
                                of_heads(s.sums, kv), out, lse, self.scale, coming, meanwhile)
 
     def key_gradients(self, s: Activations, k: torch.Tensor, v: torch.Tensor,
                       kv: slice = EVERYTHING) -> Gradients:
-        """-> dk, dv of the unit's own piece, over k and v, when later subsequences and the unit have added
-        all of theirs. `k`: with norms per head as the layer makes it."""
+        """Writes dk, dv of the unit's own piece over k and v, when later subsequences and the unit have
+        added all of theirs. `k`: with norms per head as the layer makes it."""
         [sums] = of_heads(s.sums[-1:], kv)
         return self.over(s).from_pieces(*sums, k, v)

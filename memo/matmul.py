@@ -1,8 +1,6 @@
-"""How the products of a layer's linears are computed, behind one door: a Matmul is the choice between
-products in the run's dtype and FP8 ones (memo/fp8.py). Everything else (tensor parallelism, METP, the layer)
-takes one, and knows no number format. With ops=te FP8 gradients of weights are transformer-engine's.
-
-All are of the rows of all tp ranks at once: x (tp, n, I), y and dy (tp, n, O), w (O, I).
+"""How the products of a layer's linears are computed: a Matmul is the choice between products in the run's
+dtype and FP8 ones (memo/fp8.py); all else knows no number format. With ops=te FP8 gradients of weights are
+transformer-engine's. Rows are those of all tp ranks: x (tp, n, I), y and dy (tp, n, O), w (O, I).
 """
 
 from collections import namedtuple
@@ -67,7 +65,7 @@ def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Te
 
 
 def accumulate_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """dw += a b, where dw is fp32 whatever a and b are."""
+    """Adds a b to dw, which is fp32 whatever a and b are."""
     if a.is_meta:
         return  # requests no memory; torch 2.11 has no meta kernel of what CUDA takes
     if a.dtype == dw.dtype:
@@ -117,8 +115,7 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[torch.Tensor]) -> tuple[tor
 RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, matrices, itself, itself, forward,
              input_gradient, weight_gradient, as_one)
 FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.matrices,
-             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient,
-             fp8.as_one)
+             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient, fp8.as_one)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 
@@ -135,12 +132,12 @@ TE_MATMULS = MATMULS | {"fp8": FP8._replace(weight_gradient=te_fp8_weight_gradie
 
 
 def check_products(name: str, device: torch.device) -> None:
-    """Check that a device computes the products of cfg.matmul. Errors: ConfigError."""
+    """Checks that a device computes the products of cfg.matmul. Errors: ConfigError."""
     if name == "fp8" and device.type == "cuda" and (why := fp8.failing(device)):
         raise ConfigError(f"matmul=fp8 is not available: {device_name(device)} computes no such product "
                           f"({why}); try --matmul=bf16")
 
 
 def matmul_of(name: str, ops: str) -> Matmul:
-    """The Matmul of cfg.matmul, beside the Ops of this name."""
+    """Finds the Matmul of cfg.matmul, beside the Ops of this name."""
     return (TE_MATMULS if ops == "te" else MATMULS)[name]

@@ -49,8 +49,7 @@ WithKeys = tuple[*Group, Pieces, Visits | None]  # and [(k, v)] where they lie i
 
 
 class MetpBlock:
-    """Computes a layer, as block.Block does. Every rank of `hops` holds a part of each matrix, and rows of
-    its own."""
+    """Computes a layer, as block.Block does: each rank of `hops` has a part of each matrix, and rows."""
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
@@ -95,9 +94,8 @@ class MetpBlock:
 
     def attention_half(self, s: Activations, own: dict[str, Part], memory: torch.Tensor, r: slice,
                        again: bool = False) -> None:
-        """attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for the norm's
-        output. `again`: the unit's own piece is there already, where it has one. Source: METP, algorithms 3
-        and 4."""
+        """Makes attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for
+        the norm's output; `again`: the unit's own piece has been made. Source: METP, algorithms 3 and 4."""
         names = self.names_of("q") if again and s.pieces else self.projections
         projection = self.projected(s, own, r)
 
@@ -124,8 +122,8 @@ class MetpBlock:
         projection.add()
 
     def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Rows) -> Ahead[WithKeys]:
-        """Each group of heads with its keys, where these lie in no pieces. A group prepared before its
-        turn has its keys on their way beside the group before."""
+        """Iterates over the groups of heads with their keys, where these lie in no pieces. A group
+        prepared before its turn has its keys on their way beside the group before."""
         def send_keys(item: Group) -> WithKeys:
             heads, matrices = item
             if s.pieces:
@@ -136,16 +134,14 @@ class MetpBlock:
         return Ahead(map(send_keys, coming))
 
     def made(self, names: str, s: Activations, normed: Rows, matrices: Matrices) -> list[torch.Tensor]:
-        """Those of q, k, v of a group of heads, (B, T, heads, D), from (1, n, C)."""
-        rows = s.lse.shape[0] * s.lse.shape[2]
+        """Makes those of q, k, v of a group of heads, (B, T, heads, D), that `names` has, from (1, n, C)."""
         new = [self.one_made(name, s, normed, matrices,
-                             getattr(self.w, f"{name}_w").new_empty(rows, len(matrices[f"{name}_w"])))
-               for name in names]
+                             s.x.new_empty(len(s.x), len(matrices[f"{name}_w"]))) for name in names]
         return self.attention.heads(*new, like=s.lse)
 
     def one_made(self, name: str, s: Activations, normed: Rows, matrices: Matrices,
                  out: torch.Tensor) -> torch.Tensor:
-        """q, k or v of a group of heads from (1, n, C), over `out` (n, heads * D)."""
+        """Writes q, k or v of a group of heads over `out` (n, heads * D), from (1, n, C)."""
         for r in row_pieces(len(out)):
             self.matmul.forward(normed[:, r], matrices[f"{name}_w"], out[r][None], matrices.get(f"{name}_b"))
         if name != "v":
@@ -153,7 +149,7 @@ class MetpBlock:
         return out
 
     def fill_piece(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices) -> None:
-        """The group's heads of the unit's own piece, where their matrices have come."""
+        """Writes the group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
             return
         if self.attention.keys_apart(s):
@@ -165,13 +161,13 @@ class MetpBlock:
                 self.one_made(name, s, normed, matrices, out=place.flatten(2).flatten(0, 1))
 
     def projected(self, s: Activations, own: dict[str, Part], r: slice) -> Projection:
-        """Rows r of mid, of x and attn_out. Part by part of the ranks' heads, not group by group as in the
-        paper: there would be more sums."""
+        """Starts the projection: rows r of mid, from x and attn_out. Part by part of the ranks' heads, not
+        group by group as in the paper: there would be more sums."""
         return Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], s.x[r], s.attn_out[r], s.mid[r])
 
     def mlp_half(self, s: Activations, own: dict[str, Part], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
-        """`out` (n, C), the next layer's x, from mid."""
+        """Writes `out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
         metp_mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, s.mid, out)
         _, bias = self.mlp.last_linear(own)
@@ -182,8 +178,7 @@ class MetpBlock:
     def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor:
         own = self.own_parts(*self.projections, "proj_w", *self.mlp_names)
         visits = self.visits(own)
-        coming = self.broadcasts(own, [*self.projections, "proj_w"],
-                                 lambda group: group.last or not s.pieces)
+        coming = self.broadcasts(own, [*self.projections, "proj_w"], lambda group: group.last or not s.pieces)
         dx = torch.empty_like(dy)  # of a norm's output, whose parts are added one after the other
         home = self.mlp_half_backward(visits, own, dy, s, dx)
         del own  # of the MLP
@@ -191,8 +186,7 @@ class MetpBlock:
 
     def mlp_half_backward(self, visits: Visits, own: dict[str, Part], dy: torch.Tensor, s: Activations,
                           dx: torch.Tensor) -> Hop | None:
-        """out = mid + mlp(ln2 mid). Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see
-        metp_mlp_backward."""
+        """Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see metp_mlp_backward."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, self.mlp.last_linear(vars(dw))[1])
@@ -204,9 +198,8 @@ class MetpBlock:
 
     def attention_half_backward(self, coming: Ahead[Group], mlp_home: Hop | None, dy: torch.Tensor,
                                 s: Activations, dx: torch.Tensor) -> torch.Tensor:
-        """mid = x + attention(ln1 x). dy: the gradient of mid; that of x is written over s.x. `dx` (n, C):
-        memory. `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and
-        6."""
+        """Writes the gradient of x over s.x from dy, that of mid = x + attention(ln1 x). `dx` (n, C): memory.
+        `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and 6."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.x)
         matmul, taken = self.matmul, self.matmul.gradients(dy[None])
@@ -250,7 +243,7 @@ class MetpBlock:
 
     def with_queries(self, dy: RowGradients, s: Activations, normed: Rows,
                      item: WithKeys) -> tuple[*WithKeys, torch.Tensor, torch.Tensor]:
-        """A group of groups_ahead(), with q and the gradient of attention's output. dy (1, n, C)."""
+        """Adds q and the gradient of attention's output to a group of groups_ahead(). dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
             others.post(3)  # no block of keys is in use until the ring begins: there may be one more
@@ -263,15 +256,16 @@ class MetpBlock:
 
     def send_projection_gradient(self, heads: Heads, dy: RowGradients, s: Activations,
                                  home: Reductions) -> None:
-        """The gradient of the projection's matrix, of a group of heads, sets off."""
-        places, columns = home.places(heads, ["proj_w"]), s.attn_out[:, self.columns_of(heads)]
+        """Sends off a group of heads' gradient of the projection's matrix."""
+        D, places = self.attention.head_dim, home.places(heads, ["proj_w"])
+        columns = s.attn_out[:, heads.q.start * D:heads.q.stop * D]
         for r in row_pieces(len(s.x)):
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
     def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], s: Activations, normed: Rows,
                            home: Reductions) -> None:
-        """Turns the gradients of q, k, v of a group, `parts`, back; those of their matrices set off."""
+        """Turns the gradients of q, k, v of a group, `parts`, back; sends off those of their matrices."""
         places = home.places(heads, self.names_of("".join(parts)))
         for name, g in parts.items():
             if name != "v":
@@ -286,8 +280,8 @@ class MetpBlock:
     def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices,
                               dout: torch.Tensor, q: torch.Tensor, kv: Pieces, others: Visits | None,
                               meanwhile: Meanwhile | None) -> Gradients:
-        """dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where another group
-        is to add to the gradients of the same heads of keys."""
+        """Computes dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where
+        another group is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
         gradients = self.attention.backward(s, dout, q, kv, out, lse, heads.kv, others, meanwhile)
         if not s.pieces or "k_w" not in matrices:
@@ -301,7 +295,7 @@ class MetpBlock:
     # --- what both need ---
 
     def own_parts(self, *names: str) -> dict[str, Part]:
-        """{name: the rank's part of a parameter}: of all, the matrices among `names` as they travel."""
+        """Finds {name: the rank's part of a parameter}: of all, the matrices among `names` as they travel."""
         matrices = [name for name in names if name.endswith("_w")]
         taken = self.matmul.matrices(self.tp, [getattr(self.w, name) for name in matrices])
         return vars(self.w) | dict(zip(matrices, taken, strict=True))
@@ -310,51 +304,45 @@ class MetpBlock:
         return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own).values()))
 
     def mlp_parts(self, of: dict[str, T]) -> dict[str, T]:
-        """The rank's part of the MLP, of parameters or gradients."""
         return {name: of[name] for name in self.mlp_names}
 
     def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
                    behind: Callable[[Heads], None] = lambda group: None) -> Ahead[Group]:
-        """Each group of heads with its matrices `names`, in the same order on all ranks; the next group's are
-        on their way meanwhile, the first one's from now on. Those of keys and values come with the groups of
-        keys_at(group) alone. behind(group) is called when a group's are posted."""
+        """Iterates over the groups of heads with their matrices `names`, in the same order on all ranks;
+        the next group's are on their way meanwhile, the first one's from now on. Those of keys and values
+        come with the groups of keys_at(group) alone. behind(group) is called when a group's are posted."""
         def start(group: Heads) -> Group:
             wanted = {name: own[name] for name in names if name[0] not in "kv" or keys_at(group)}
-            here = start_broadcasts(self.matmul, self.tp, wanted, group, self.attention.head_dim)
+            matrices = start_broadcasts(self.matmul, self.tp, wanted, group, self.attention.head_dim)
             behind(group)
-            return group, here
+            return group, matrices
         return Ahead(map(start, self.groups), ahead=1)
 
     def begins_part(self, heads: Heads) -> bool:
-        """Whether the heads before the group are those of whole ranks of `tp`."""
+        """Says whether the heads before the group are those of whole ranks of `tp`."""
         return heads.q.start > 0 and heads.q.start * self.tp.size % self.groups[-1].q.stop == 0
 
     def names_of(self, which: str) -> list[str]:
-        """The parameters that make q, k, v."""
         return [name for name in self.projections if name[0] in which]
-
-    def columns_of(self, heads: Heads) -> slice:
-        """Of attn_out (n, Q)."""
-        return slice(*(end * self.attention.head_dim for end in (heads.q.start, heads.q.stop)))
 
     def of_heads(self, attn_out: torch.Tensor, lse: torch.Tensor,
                  heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attn_out (B, T, heads, D), lse (B, heads, T)) of a group, views."""
+        """Views (attn_out (B, T, heads, D), lse (B, heads, T)) of a group."""
         return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
 
     def rotate(self, y: torch.Tensor, s: Activations, back: bool) -> None:
-        """Positions into q or k (n, width), in place; norms per head come before that."""
+        """Rotates q or k (n, width) by position, in place; norms per head come before that."""
         if s.turn is not None and not self.attention.head_norms:
             self.ops.rotary(y[:, None], s.turn, back)
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""
+        """Takes memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""
         rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
         return (torch.empty_like(rstd) if self.has_mean else None), rstd
 
     def normed(self, name: str, x: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, r: slice,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows r of the norm of x (n, C), and of its statistics. `out`: where to, by default new."""
+        """Computes rows r of the norm of x (n, C), and of its statistics. `out`: where to, by default new."""
         out = torch.empty_like(x[r]) if out is None else out
         w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
         self.ops.norm_forward(x[r], w, b, out, None if mean is None else mean[r], rstd[r], self.eps)

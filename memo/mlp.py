@@ -1,8 +1,6 @@
 """The MLP of a layer: out = mid + last(f(hidden)), where `hidden` is what the linears in front of the
-activation f make of x = ln2(mid). GPT-2 has fc1, GELU, fc2; Llama gate and up, silu(gate) * up, down.
-
-A value of names and of f; who has which rows and which part of the matrices is told by those who use it:
-memo/block.py and METP (memo/metp_block.py, memo/parallel/metp.py).
+activation f make of x = ln2(mid). GPT-2 has fc1, GELU, fc2; Llama gate and up, silu(gate) * up, down. Used by
+memo/block.py and METP (memo/metp_block.py, memo/parallel/metp.py), which have the rows and the matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,19 +38,19 @@ class Mlp:
 
     @property
     def split_names(self) -> list[str]:
-        """The parameters that ranks share out, in the order in which METP sends them."""
+        """Lists the parameters that ranks share out, in the order in which METP sends them."""
         return [*(f"{name}_{kind}" for name in self.front for kind in "wb"), f"{self.last}_w"]
 
     def linears(self, parameters: Mapping[str, Part]) -> dict[str, Linear]:
-        """{what it makes: (matrix, bias or None)} in front of the activation; or of their gradients."""
+        """Finds {what it makes: (matrix, bias or None)} in front of the activation; or their gradients."""
         return {f"{name}_out": (parameters[f"{name}_w"], parameters.get(f"{name}_b")) for name in self.front}
 
     def last_linear(self, parameters: Mapping[str, Part]) -> Linear:
-        """(Matrix, bias or None) behind the activation; or their gradients."""
+        """Finds (matrix, bias or None) behind the activation; or their gradients."""
         return parameters[f"{self.last}_w"], parameters.get(f"{self.last}_b")
 
     def hidden(self, s: Activations) -> list[torch.Tensor]:
-        """The skeletal tensors that f takes."""
+        """Lists the skeletal tensors that f takes."""
         return [getattr(s, f"{name}_out") for name in self.front]
 
     def activated(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -63,7 +61,6 @@ class Mlp:
 
 
 def mlp_of(cfg: Config, ops: Ops) -> Mlp:
-    """The Mlp of a config."""
     if cfg.mlp == "swiglu":
         return Mlp(("gate", "up"), "down", "",
                    lambda hidden, out: ops.swiglu_forward(*hidden, out),

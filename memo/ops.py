@@ -1,18 +1,16 @@
 """The operations of a layer that are no matrix products: norms, GELU, SwiGLU, rotary positions, each a pair
 x_forward / x_backward; the merge of two parts of attention; and the head's cross entropy.
 
-Pieces write where they are told (`out`). GELU has a kernel of torch's that does so. Of the others torch has
-none that does, or that goes over memory once: an Ops is the choice between torch's own kernels (any device),
-fused ones in Triton (memo/kernels.py; CUDA), and transformer-engine's (CUDA). Bytes read and written, in
-units of one bf16 tensor of x's shape:
+All write where they are told (`out`). For GELU torch has a kernel that does so. For the others an Ops is the
+choice between torch's own kernels (any device), fused ones in Triton (memo/kernels.py; CUDA), and
+transformer-engine's (CUDA). Bytes read and written, in units of one bf16 tensor of x's shape:
 
     torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
              (through fp32), merge 9, SwiGLU forward 5, backward 13, cross entropy 6 (fp32 softmax)
     triton   norm forward 2, backward 4 (6 where C > WHOLE_ROW), rotary 2, merge 5, SwiGLU forward 3,
              backward 5, cross entropy 3
-    te       norms by transformer-engine (memo/te.py), forward 2, backward 6; the others as triton
-
-`auto` never takes te, which goes over memory more often than triton.
+    te       norms by transformer-engine (memo/te.py), forward 2, backward 6; the others as triton. `auto`
+             never takes it, which goes over memory more often
 
 A norm is LayerNorm where a mean is kept, y = (x - mean) rstd w + b, and RMSNorm where there is none, y = x
 rstd w. Every row is computed alone, so that a range of rows gets the same bits as all of them.
@@ -63,8 +61,8 @@ Ops.__doc__ = """How norms, rotary positions, merges, SwiGLU and cross entropy a
 # --- with torch's kernels ---
 
 def norm_operands(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """On the CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5% off at 3,000
-    rows)."""
+    """Gives tensors of a CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5%
+    off at 3,000 rows)."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 
@@ -108,7 +106,7 @@ def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: 
 
 def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor,
                       w: torch.Tensor, dw: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd; the mean over the row."""
+    """Computes dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; the mean over the row."""
     rows = (out, dy, x, rstd) if residual is None else (out, dy, x, rstd, residual)
     for out_, dy_, x_, rstd_, *residual_ in small_chunks(*rows):
         r, dy_ = rstd_[:, None], dy_.float()
@@ -123,13 +121,11 @@ def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.
 
 
 def small_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    """chunks() of so few rows that several passes over them stay in a CPU's cache; on other devices as
-    chunks()."""
+    """Cuts into chunks(); on a CPU of so few rows that several passes over them stay in its cache."""
     if not tensors[0].is_cpu:
-        yield from chunks(*tensors)
-        return
+        return chunks(*tensors)
     rows = max(1, CACHED_ELEMENTS // prod(tensors[0].shape[1:]))
-    yield from zip(*(t.split(rows) for t in tensors), strict=True)
+    return zip(*(t.split(rows) for t in tensors), strict=True)
 
 
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
@@ -159,8 +155,8 @@ def rotary(x: torch.Tensor, turn: torch.Tensor, back: bool) -> None:
 
 def merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_: torch.Tensor) -> None:
     both = torch.logaddexp(lse, lse_)
-    mine, theirs = (torch.exp(part - both).transpose(1, 2)[..., None] for part in (lse, lse_))  # (B, T, H, 1)
-    out.mul_(mine).addcmul_(out_, theirs)
+    part, part_ = (torch.exp(x - both).transpose(1, 2)[..., None] for x in (lse, lse_))  # (B, T, H, 1)
+    out.mul_(part).addcmul_(out_, part_)
     lse.copy_(both)
 
 
@@ -171,10 +167,10 @@ def cross_entropy(tp: Axis, logits: torch.Tensor, target: torch.Tensor,
     if tp.size > 1:  # so far as if there were no other columns
         lse = logits.amax(1).float() - p.amax(1).log()
         p.mul_((lse - tp.gather(lse).logsumexp(0)).exp_()[:, None])
-    own, mine = own_ids(tp, target[:, None], p.shape[1])  # (rows, 1): is the target one of ours?
+    own, inside = own_ids(tp, target[:, None], p.shape[1])  # (rows, 1): is the target one of ours?
     p_own = p.gather(1, own)
-    p_target = tp.sum(p_own * mine)  # one of the ranks has it
-    dlogits = p.scatter_(1, own, p_own - mine.float()).to(logits.dtype) if gradient else None
+    p_target = tp.sum(p_own * inside)  # one of the ranks has it
+    dlogits = p.scatter_(1, own, p_own - inside.float()).to(logits.dtype) if gradient else None
     return p_target.clamp_min(TINY).log_()[:, 0], dlogits
 
 
@@ -233,8 +229,7 @@ AUTO = ("triton", "torch")  # the fastest first
 
 
 def lacking(name: str, device: torch.device) -> str:
-    """Why the kernels called `name` cannot serve on a device, as far as can be said without touching it; else
-    empty."""
+    """Says why the kernels called `name` cannot serve on a device, without touching it; else empty."""
     if name == "torch" or device.type == "meta":  # where a GPU's requests are traced
         return ""
     if device.type != "cuda":
@@ -245,16 +240,16 @@ def lacking(name: str, device: torch.device) -> str:
 
 
 def failing(name: str, device: torch.device) -> str:
-    """Why the kernels called `name` cannot be launched on a CUDA device, in bf16; empty where they were."""
+    """Says why the kernels called `name` fail on a CUDA device, in bf16; empty where they do not."""
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
     ops, x, w, (mean, rstd, lse, dw) = OPS[name], zeros(1, 16), zeros(16), zeros(4, 16, dtype=torch.float32)
     heads = zeros(1, 1, 1, 16)
     try:
         with torch.cuda.device(device):  # the one that Triton launches on
-            for kept in (mean[:1], None):  # LayerNorm, RMSNorm
-                ops.norm_forward(x, w, None, x, kept, rstd[:1], 1e-5)
-                ops.norm_backward(x, x, x, kept, rstd[:1], w, None, dw, None, x)
+            for mean_ in (mean[:1], None):  # LayerNorm, RMSNorm
+                ops.norm_forward(x, w, None, x, mean_, rstd[:1], 1e-5)
+                ops.norm_backward(x, x, x, mean_, rstd[:1], w, None, dw, None, x)
             ops.swiglu_forward(x, x, x)
             ops.swiglu_backward(zeros(1, 16), zeros(1, 16), zeros(1, 16))
             ops.rotary(x[:, None], zeros(1, 1, 8, dtype=torch.complex64), back=True)
@@ -270,23 +265,24 @@ def failing(name: str, device: torch.device) -> str:
 
 
 def choose_ops(name: str, whys: Mapping[str, str]) -> tuple[str, str]:
-    """(the kernels called `name`, or for "auto" the first of AUTO that can serve; why those before were not
-    taken). `whys`: {kernels: why they cannot serve, empty where they can}. Errors: ConfigError where named
-    ones cannot serve."""
+    """Finds (the kernels called `name`, or for "auto" the first of AUTO that can serve; why those before
+    were not taken). `whys`: {kernels: why they cannot serve, empty where they can}. Errors: ConfigError
+    where named ones cannot serve."""
     if name != "auto":
         if whys[name]:
             raise ConfigError(f"ops={name} is not available: {whys[name]}; try ops=auto")
         return name, ""
-    chosen = next(one for one in AUTO if not whys[one])  # torch's serve always
-    return chosen, "; ".join(whys[one] for one in AUTO[:AUTO.index(chosen)])
+    chosen = next(name for name in AUTO if not whys[name])  # torch's serve always
+    return chosen, "; ".join(whys[before] for before in AUTO[:AUTO.index(chosen)])
 
 
 def resolve_ops(name: str, device: torch.device, launch: bool = True) -> tuple[Ops, str]:
-    """(the Ops called `name`, or for "auto" the fastest ones; what is to be said of the choice). With
-    `launch` each kernel is tried. Errors: those of choose_ops."""
-    whys = {one: lacking(one, device) for one in (AUTO if name == "auto" else (name,))}
-    for one in [one for one, why in whys.items() if launch and device.type == "cuda" and not why]:
-        whys[one] = failing(one, device) if one != "torch" else ""
+    """Finds (the Ops called `name`, or for "auto" the fastest ones; what is to be said of the choice).
+    With `launch` each kernel is tried. Errors: those of choose_ops."""
+    whys = {kernels: lacking(kernels, device) for kernels in (AUTO if name == "auto" else (name,))}
+    if launch and device.type == "cuda":
+        whys |= {kernels: failing(kernels, device) for kernels, why in whys.items()
+                 if not why and kernels != "torch"}
     name, why = choose_ops(name, whys)
     return OPS[name], te.installed().label if name == "te" and device.type == "cuda" else why
 
@@ -307,8 +303,8 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
 
 def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float] | float = 1.0,
               factor: float = 1.0) -> torch.Tensor:
-    """(N,) int64 -> factor e^(i t f_j) as (N, D/2) complex64, where f_j = theta^(-2j/D) multipliers[j]
-    (memo/rope.py). Angles in fp64: exact at millions of tokens."""
+    """Computes factor e^(i t f_j) as (N, D/2) complex64 from positions t (N,), where f_j = theta^(-2j/D)
+    multipliers[j] (memo/rope.py). Angles in fp64: exact at millions of tokens."""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
     frequencies *= torch.as_tensor(multipliers, dtype=torch.float64, device=positions.device)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)

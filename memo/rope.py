@@ -22,14 +22,14 @@ SCALINGS: dict[str, dict[str, float | None]] = {
                  beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
 }
 LEAST = dict(factor=1, original_max_position_embeddings=1)
+ASCENDING = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 MAY_BE_0 = ("mscale", "mscale_all_dim")  # which then count for nothing
 EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
           '"original_max_position_embeddings": 8192}\'')
 
 
 def parse_scaling(text: str) -> dict[str, Value]:
-    """The value of the key rope_scaling, JSON, with every default filled in; {} where it is empty. Errors:
-    ConfigError."""
+    """Reads the key rope_scaling, JSON, fills in every default; {} where it is empty. Errors: ConfigError."""
     if not text:
         return {}
     try:
@@ -42,7 +42,7 @@ def parse_scaling(text: str) -> dict[str, Value]:
 
 
 def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
-    """`given` with every default filled in; {} where it scales nothing. Errors: ConfigError."""
+    """Fills every default into `given`; {} where it scales nothing. Errors: ConfigError."""
     given = {k: v for k, v in given.items() if v is not None}
     kind = given.pop("rope_type", None) or given.pop("type", "default")
     given.pop("type", None)  # the older name of rope_type
@@ -67,40 +67,38 @@ def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
             rule = f"a number, {bound} and below 2**31"
         if not right:
             raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
-    made = dict(rope_type=kind, **known | given)
-    if kind == "llama3" and not made["low_freq_factor"] < made["high_freq_factor"]:
-        raise ConfigError(f"{where}: low_freq_factor={made['low_freq_factor']} must be below "
-                          f"high_freq_factor={made['high_freq_factor']}")
-    if kind == "yarn" and not made["beta_slow"] < made["beta_fast"]:
-        raise ConfigError(f"{where}: beta_slow={made['beta_slow']} must be below "
-                          f"beta_fast={made['beta_fast']}")
-    return made
+    scaling = dict(rope_type=kind, **known | given)
+    if kind in ASCENDING:
+        low, high = ASCENDING[kind]
+        if not scaling[low] < scaling[high]:
+            raise ConfigError(f"{where}: {low}={scaling[low]} must be below {high}={scaling[high]}")
+    return scaling
 
 
 def scaled(D: int, theta: float, scaling: Mapping[str, Value]) -> tuple[list[float], float]:
-    """([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies the rotated vectors)."""
+    """Computes ([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies rotated vectors)."""
     pairs = range(D // 2)
     match scaling.get("rope_type"):
         case None:
-            return [1.0 for _ in pairs], 1.0
+            return [1.0] * len(pairs), 1.0
         case "linear":
-            return [1 / scaling["factor"] for _ in pairs], 1.0
+            return [1 / scaling["factor"]] * len(pairs), 1.0
         case "llama3":
             return [llama3_multiplier(theta ** (-2 * j / D), scaling) for j in pairs], 1.0
     return yarn_multipliers(D, theta, scaling), attention_factor(scaling)
 
 
 def llama3_multiplier(frequency: float, scaling: Mapping[str, Value]) -> float:
-    """Slow pairs are slowed by `factor`, fast ones stay, those between get a part of each."""
+    """Slows slow pairs by `factor`, fast ones not, those between by a part."""
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = min(1.0, max(0.0, (turns - low) / (high - low)))
-    return kept + (1 - kept) / scaling["factor"]
+    plain = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return plain + (1 - plain) / scaling["factor"]
 
 
 def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Value]) -> list[float]:
-    """Pairs that turn more than beta_fast times in the original length stay, those that turn less than
-    beta_slow times are slowed by `factor`, those between get a part of each, by their number j."""
+    """Slows pairs by `factor` that turn less than beta_slow times in the original length, those not that
+    turn more than beta_fast times, those between by a part, by their number j."""
     def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
         return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
             2 * math.log(theta))
@@ -114,7 +112,7 @@ def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Value]) -> list
 
 
 def attention_factor(scaling: Mapping[str, Value]) -> float:
-    """What multiplies rotated queries and keys: attention over more tokens wants a sharper softmax."""
+    """Finds what multiplies rotated queries and keys: more tokens want a sharper softmax."""
     def sharper(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0
     if scaling["attention_factor"]:

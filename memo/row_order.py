@@ -32,38 +32,31 @@ class RowOrder:
     ranks: Sequence[int] = (0,)
 
     def columns(self) -> list[list[list[Range]]]:
-        """The ranges of tokens, by subsequences, and of each by `ranks`."""
+        """Lists the ranges of tokens by subsequences, and of each by `ranks`."""
         starts = accumulate((n for slices in self.slices for n in slices), initial=0)
-        columns = []
-        for slices in self.slices:
-            placed = [*zip(slices, starts, strict=False)]
-            columns.append([[(start + first, start + end) for length, start in placed
-                             for first, end in rank_ranges(length, rank, self.size, self.kind)]
-                            for rank in self.ranks])
-        return columns
+        placed = [[*zip(slices, starts, strict=False)] for slices in self.slices]
+        return [[[(start + first, start + end) for length, start in slices
+                  for first, end in rank_ranges(length, rank, self.size, self.kind)] for rank in self.ranks]
+                for slices in placed]
 
     def deal(self, read: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:
-        """[(..., T_i)] by subsequences, in the order of the rows, where read(first, end) gives (..., end -
-        first) of a range of tokens. Columns are equally long: the first of each, the second of each, ..."""
-        made = []
-        for columns in self.columns():
-            rows = torch.cat([read(*r) for column in columns for r in column], -1)
-            made.append(rows.unflatten(-1, (len(columns), -1)).transpose(-1, -2).flatten(-2))
-        return made
+        """Lists [(..., T_i)] by subsequences, in the order of the rows, where read(first, end) gives (...,
+        end - first) of a range of tokens. Columns are equally long: first comes the first token of each."""
+        rows = (torch.cat([read(*r) for column in columns for r in column], -1) for columns in self.columns())
+        return [t.unflatten(-1, (len(self.ranks), -1)).transpose(-1, -2).flatten(-2) for t in rows]
 
     def positions(self) -> list[torch.Tensor]:
-        """[(T_i,)] by subsequences: the tokens of the rows."""
+        """Lists [(T_i,)] by subsequences: the tokens of the rows."""
         return self.deal(torch.arange)
 
     def slices_of(self, subsequence: int, first: int, end: int) -> list[int]:
-        """How many of a rank's own tokens `first` to `end` of a subsequence are in each of its slices."""
+        """Counts how many of a rank's tokens `first` to `end` of a subsequence are in each of its slices."""
         ends = accumulate(n // self.size for n in self.slices[subsequence])
         inside = [first, *(n for n in ends if first < n < end), end]
         return [b - a for a, b in pairwise(inside)]
 
 
 def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:
-    """The RowOrder of sequences of S tokens on a rank."""
     tokens, tp = mesh.tokens, mesh.weights
     first = tokens.rank - tp.rank
     ranks = range(first, first + tp.size) if cfg.metp else (tokens.rank,)

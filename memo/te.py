@@ -4,17 +4,15 @@ what pybind11 says of their parameters against SIGNATURES before any is called. 
 transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to
 v2.18; 2.20.2 runs on null CUDA.
 
-te's functions give results in new tensors, a norm's forward and the product but for. In units of memo/ops.py
-a norm costs 2 forward, and 6 backward, where torch adds a new dx to the residual; docs/kernels.md says why
+te's functions give results in new tensors, but for a norm's forward and the product; docs/kernels.md says why
 the other functions are not taken.
 
 FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
 pieces need the bits that they had, so a scale may not be a whole piece's; and the gradient of a weight, which
 sums over rows, would want both operands quantised once more, along the columns. So scales are memo's
-(memo/fp8.py), and te gets the product that its interface has room for: the gradient of a weight, whose
-operands have one scale each. torch._scaled_mm has no sum in place: it makes the product in fp32, 4 bytes a
-weight, which is added then. The workspace of te's product is memo's: a request like others, which the memory
-plan knows.
+(memo/fp8.py), and te makes the gradient of a weight, whose operands have one scale each: torch._scaled_mm has
+no sum in place, and makes the product in fp32, 4 bytes a weight. The workspace of te's product is memo's: a
+request like others, which the memory plan knows.
 """
 
 import importlib
@@ -48,14 +46,14 @@ CHUNK_ELEMENTS = 2**26  # of rows at a time, where these are narrow
 # --- the package ---
 
 def parameters_of(function: Callable) -> list[tuple[str, bool]]:
-    """[(name, whether it must be given)], from what pybind11 writes into the docstring."""
+    """Lists [(name, whether it must be given)], from what pybind11 writes into the docstring."""
     line = (function.__doc__ or "").partition("\n")[0]
     parts = re.split(r"[(,] ?(?=\w+: )", line)[1:]
     return [(part.partition(":")[0], " = " not in part) for part in parts]
 
 
 def misfit(function: Callable, wanted: list[str]) -> str:
-    """What is different about a function that shall take `wanted`, by position; empty where nothing is."""
+    """Says how a function differs from one that takes `wanted`, by position; empty where it does not."""
     has = parameters_of(function)
     for i, name in enumerate(wanted):
         if i >= len(has) or has[i][0] != name:
@@ -64,7 +62,7 @@ def misfit(function: Callable, wanted: list[str]) -> str:
 
 
 def imported(*names: str) -> list[ModuleType]:
-    """Modules of the package. Errors: Unusable."""
+    """Imports modules of the package. Errors: Unusable."""
     try:
         return [*map(importlib.import_module, names)]
     except Exception as e:  # built for another torch, say
@@ -102,22 +100,22 @@ def installed() -> Package:
         "transformer_engine.pytorch",  # loads the libraries
         "transformer_engine_torch", "transformer_engine.pytorch.constants",
         "transformer_engine.pytorch.tensor.float8_tensor")
-    found = {}
+    taken = {}
     for name, wanted in SIGNATURES.items():
         if (function := getattr(functions, name, None)) is None:
             raise Unusable(f"{label} has no {name}; {remedy}")
         if why := misfit(function, wanted.split()):
             raise Unusable(f"{label} has another {name}, which {why}; {remedy}")
-        found[name] = function
+        taken[name] = function
 
     def float8(q: torch.Tensor, scale: torch.Tensor) -> object:
         return tensors.Float8Tensor(shape=q.shape, dtype=torch.bfloat16, data=q.view(torch.uint8),
                                     fp8_scale_inv=scale.view(1), fp8_dtype=constants.TE_DType[q.dtype])
-    return Package(**found, dtype=constants.TE_DType, float8=float8, label=label)
+    return Package(**taken, dtype=constants.TE_DType, float8=float8, label=label)
 
 
 def lacking() -> str:
-    """Why the package cannot be called; empty where it can."""
+    """Says why the package cannot be called; empty where it can."""
     try:
         installed()
     except Unusable as e:
@@ -128,16 +126,16 @@ def lacking() -> str:
 # --- in its place on "meta": what it requests ---
 
 def meta_norm_forward(x: torch.Tensor, *_: object, statistics: int) -> list:
-    kept = [x.new_empty(len(x), dtype=torch.float32) for _ in range(statistics)]
+    results = [x.new_empty(len(x), dtype=torch.float32) for _ in range(statistics)]
     x.new_empty(1, dtype=torch.uint8)
-    return [None, *([None] * (2 - statistics)), *kept]
+    return [None] * (3 - statistics) + results
 
 
 def meta_norm_backward(dy: torch.Tensor, x: torch.Tensor, *statistics_w: torch.Tensor) -> list:
     *statistics, w, _, _ = statistics_w
-    made = [torch.empty_like(x), *(torch.empty_like(w) for _ in statistics)]
+    gradients = [torch.empty_like(x), *(torch.empty_like(w) for _ in statistics)]
     w.new_empty(len(statistics), NORM_PARTS, len(w), dtype=torch.float32)
-    return made
+    return gradients
 
 
 META = Package(
@@ -148,15 +146,15 @@ META = Package(
 
 
 def package(x: torch.Tensor) -> Package:
-    """installed(), or what stands for it where x is."""
+    """Gives META where x is on the meta device, else installed()."""
     return META if x.is_meta else installed()
 
 
 # --- norms: see memo.ops.Ops ---
 
 def pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """chunks() of rows, the first tensor's (N, C), which te's norms take: they count elements in 32 bits, and
-    refuse tensors without any. Narrow rows, as heads have, come many at once."""
+    """Yields chunks() of rows, the first tensor's (N, C), which te's norms take: they count elements in 32
+    bits, and refuse tensors without any. Narrow rows, as heads have, come many at once."""
     if len(tensors[0]):
         yield from chunks(*tensors, most=max(CHUNK_ROWS, CHUNK_ELEMENTS // tensors[0].shape[1]))
 
@@ -182,10 +180,10 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
                   dw: torch.Tensor, db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     assert dy.is_contiguous() and x.is_contiguous()
     te = package(x)
-    backward, kept = (te.rmsnorm_bwd, (rstd,)) if mean is None else (te.layernorm_bwd, (mean, rstd))
-    rows = (out, dy, x, *kept) if residual is None else (out, dy, x, *kept, residual)
+    backward, statistics = (te.rmsnorm_bwd, (rstd,)) if mean is None else (te.layernorm_bwd, (mean, rstd))
+    rows = (out, dy, x, *statistics) if residual is None else (out, dy, x, *statistics, residual)
     for out_, dy_, x_, *more in pieces(*rows):
-        dx, *gradients = backward(dy_, x_, *more[:len(kept)], w, 0, False)
+        dx, *gradients = backward(dy_, x_, *more[:len(statistics)], w, 0, False)
         dw += gradients[0]  # which te rounds to w's dtype
         if b is not None:
             db += gradients[1]

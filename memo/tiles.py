@@ -12,7 +12,7 @@ Range = tuple[int, int]  # first, end
 
 
 class Tile(NamedTuple):
-    """Rows of queries and rows of keys that meet. `causal`: the i-th query sees the first i + 1 keys."""
+    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys."""
 
     queries: slice
     keys: slice
@@ -24,8 +24,8 @@ FULL, DIAGONAL = Tile(EVERYTHING, EVERYTHING, False), Tile(EVERYTHING, EVERYTHIN
 
 
 def rank_ranges(S: int, rank: int, ranks: int, kind: str) -> list[Range]:
-    """The ranges of a sequence's S tokens that one of `ranks` holds, in its order. A ring deals out a zigzag:
-    rank r has the chunks r and 2 ranks - 1 - r of 2 ranks, so that each has the same causal work."""
+    """Lists the ranges of a sequence's S tokens that one of `ranks` holds. A ring deals out a zigzag: rank
+    r has the chunks r and 2 ranks - 1 - r of 2 ranks, so that each has the same causal work."""
     if ranks == 1:
         return [(0, S)]
     chunks = [rank, 2 * ranks - 1 - rank] if kind == "ring" else [rank]
@@ -34,16 +34,16 @@ def rank_ranges(S: int, rank: int, ranks: int, kind: str) -> list[Range]:
 
 
 def tiles_of(queries: Sequence[Range], keys: Sequence[Range]) -> list[Tile]:
-    """The tiles in which queries meet the keys of no later token, the fewest there are. Tokens are given in
-    the order of the rows; ranges of both are equal, or have no token in common."""
+    """Lists the tiles in which queries meet the keys of no later token, the fewest there are. Tokens are
+    given in the order of the rows; ranges of both are equal, or have no token in common."""
     if queries == keys:
         return [DIAGONAL]
-    made, row = list[Tile](), 0
+    tiles, row = list[Tile](), 0
     for first, end in queries:
         seen = sum(b - a for a, b in keys if b <= first)
         rows, row = slice(row, row + end - first), row + end - first
-        if made and made[-1].keys == slice(seen):
-            rows = slice(made.pop().queries.start, rows.stop)
+        if tiles and tiles[-1].keys == slice(seen):
+            rows = slice(tiles.pop().queries.start, rows.stop)
         if seen:
-            made.append(Tile(rows, slice(seen), False))
-    return made
+            tiles.append(Tile(rows, slice(seen), False))
+    return tiles

@@ -2,21 +2,19 @@
 
 Ring: in a zigzag (memo/tiles.py) every rank has the same causal work. Of a whole sequence keys and values go
 round: while a rank attends to one block of them the next one travels; partial results are merged through the
-logsumexp, in fp32. In the backward the gradients of keys and values travel with their block, and its own rank
-is the last to add to them.
+logsumexp, in fp32. In the backward the gradients of keys and values travel with their block; its own rank
+adds to them last.
 
 Of several subsequences, each in a zigzag, queries go round, and keys, values and their gradients stay at
-home: a unit's messages are as long as its queries, however long the pieces before are, of which every query
-sees every key. A rank's queries travel on at once; their sum follows a rank behind, and adds on each rank
-what that rank has computed meanwhile. It starts at the next rank, and comes home while the own queries meet
-their own piece; while the queries leave, they meet the pieces before. So all messages have something to hide
-behind, and the sum makes size - 1 hops.
+home: a unit's messages are as long as its queries, however long the pieces before are. A rank's queries
+travel on at once; their sum follows a rank behind, in size - 1 hops, and adds what each rank has computed
+meanwhile. While the queries leave, the own ones meet the pieces before; while the sum comes home, their own
+piece: so all messages have something to hide behind.
 
 Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its logsumexp stays
 (B, H/cp, S). Of keys and values only their own heads travel: of a whole sequence once for each group of query
 heads that reads them (attend.py), of several subsequences once, when the pieces are made. Where cp does not
-divide them, each goes to several ranks. Shapes as in memo/attention.py: (B, T, H, D), lse (B, H, T) fp32.
-Nothing here makes the host wait for a GPU.
+divide them, each goes to several ranks. Shapes as in memo/attention.py. The host never waits for a GPU.
 """
 
 from collections.abc import Iterator
@@ -34,8 +32,7 @@ from memo.tiles import FULL, Tile, rank_ranges, tiles_of
 
 
 def ring_tile(source: int, rank: int, ranks: int, T: int) -> Tile:
-    """What meets of the T queries of rank `rank` and the T keys of rank `source`, all of them in a zigzag:
-    one tile always."""
+    """Finds the tile of T queries of rank `rank` and T keys of rank `source` that meet, in a zigzag."""
     queries, keys = (rank_ranges(ranks * T, r, ranks, "ring") for r in (rank, source))
     [tile] = tiles_of(queries, keys)
     return tile
@@ -43,9 +40,8 @@ def ring_tile(source: int, rank: int, ranks: int, T: int) -> Tile:
 
 # --- ring: keys and values of a whole sequence go round ---
 
-# `coming`: ring_start(k, v). meanwhile(done, left) is called before each block but the first, with how many
-# blocks are done and how many are left: what it sends has these to hide behind, and in a backward the
-# gradients that are on their way have what it computes.
+# `coming`: ring_start(k, v). meanwhile(blocks done, blocks left) is called before each block but the first:
+# what it sends hides behind those left, and gradients on their way behind what it computes.
 
 def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visits:
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
@@ -101,10 +97,9 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
 # --- ring: queries of one subsequence of several pass, keys and values stay ---
 
 def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(rank, what it gave as `own`) of the other ranks, one after the other. `own` leaves at once; the next
-    ones come while the caller computes."""
+    """Iterates over (rank, what it gave as `own`) of the other ranks; `own` leaves at once."""
     visits = Visits(axis, *(t.contiguous() for t in own))
-    return (((axis.rank - step) % axis.size, here) for step, here in enumerate(visits, 1))
+    return (((axis.rank - step) % axis.size, tensors) for step, tensors in enumerate(visits, 1))
 
 
 def passing_forward(kernel: Kernel, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
@@ -115,14 +110,14 @@ def passing_forward(kernel: Kernel, axis: Axis, merge: Merge, q: torch.Tensor, p
     home: Hop | None = None
     for rank, (q_,) in coming:
         last = ring_tile(axis.rank, rank, axis.size, T)
-        rows, found = rows_met(pieces, last), attend(q_, pieces, scale, last)
+        rows, result = rows_met(pieces, last), attend(q_, pieces, scale, last)
         if home is None:  # of what no query has met yet, e^lse is 0
             out = torch.zeros_like(q_, dtype=torch.float32)
             lse = out.new_full((B, H, T), -torch.inf)
         else:
             out, lse = home.wait()
-        merge(out[:, rows], lse[..., rows], *found)
-        del found  # before the next visitor's
+        merge(out[:, rows], lse[..., rows], *result)
+        del result  # before the next visitor's
         home = axis.shift(out, lse)
     del q_, out, lse
     out, lse = attend(q, pieces[-1:], scale)
@@ -142,10 +137,10 @@ def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Te
     home: Hop | None = None
     for rank, (dout_, q_, out_, lse_) in coming:
         last = ring_tile(axis.rank, rank, axis.size, q.shape[1])
-        [found] = attend(dout_, q_, pieces, sums, out_, lse_, scale, last)
+        [dq_] = attend(dout_, q_, pieces, sums, out_, lse_, scale, last)
         dq = torch.zeros_like(q_, dtype=torch.float32) if home is None else home.wait()[0]
-        dq[:, rows_met(pieces, last)].add_(found)
-        del found  # before the next visitor's
+        dq[:, rows_met(pieces, last)].add_(dq_)
+        del dq_  # before the next visitor's
         home = axis.shift(dq)
     del dout_, q_, out_, lse_, dq
     [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale)
@@ -159,8 +154,8 @@ def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Te
 # --- Ulysses ---
 
 def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:
-    """(B, T, H, D) -> (B, S, H/cp, D). Of heads that cp does not divide each goes to as many ranks as it
-    takes for all to have equally many."""
+    """Sends (B, T, H, D) -> (B, S, H/cp, D). Of heads that cp does not divide each goes to as many ranks
+    as it takes for all to have equally many."""
     times = axis.size // gcd(x.shape[2], axis.size)
     x = x if times == 1 else x.repeat_interleave(times, 2)
     B, T, H, D = x.shape
@@ -169,7 +164,7 @@ def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:
 
 
 def to_tokens(axis: Axis, x: torch.Tensor, H: int) -> torch.Tensor:
-    """(B, S, heads, D) -> (B, T, H, D). Of gradients of heads that went to several ranks the sum."""
+    """Sends (B, S, heads, D) -> (B, T, H, D); sums gradients of heads that went to several ranks."""
     B, S, heads, D = x.shape
     pieces = axis.exchange(x.reshape(B, axis.size, S // axis.size, heads, D).transpose(0, 1).contiguous())
     x = pieces.permute(1, 2, 0, 3, 4).reshape(B, S // axis.size, axis.size * heads, D)
@@ -188,7 +183,7 @@ def pair_to_tokens(axis: Axis, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tens
 
 def ulysses_forward(kernel: Kernel, axis: Axis, merge: Merge, whole: bool, q: torch.Tensor, pieces: Pieces,
                     scale: float) -> Result:
-    """`whole`: `pieces` is one, of the rank's own tokens; otherwise pieces are of to_pieces()."""
+    """Computes out and lse. `whole`: `pieces` is one, of the rank's own tokens; else of to_pieces()."""
     (B, T, H, _), q_ = q.shape, to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
     out, lse = pieces_forward(kernel, merge, q_, pieces, scale)
@@ -211,13 +206,13 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
 
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
                          ahead: int = 1) -> tuple[Attention, Attention]:
-    """`kernel` over the tokens of all ranks of `axis`, which share them as `kind` says, ring or ulysses: to a
-    whole sequence; and to pieces of several subsequences. `merge`: that of an ops.Ops; `ahead`: blocks of
-    keys and values that are on their way beside the one in use."""
+    """Makes of `kernel` attention over the tokens of all ranks of `axis`, which share them as `kind` says,
+    ring or ulysses: (to a whole sequence, to pieces of several subsequences). `ahead`: blocks of keys and
+    values that are on their way beside the one in use."""
     if axis.size == 1:
-        here = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
-                         partial(pieces_backward, kernel))
-        return here._replace(takes_out=kernel.takes_out), here
+        alone = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
+                          partial(pieces_backward, kernel))
+        return alone._replace(takes_out=kernel.takes_out), alone
     label = f"{kind} of {axis.size}, {kernel.label}"
     if kind == "ring":
         return (Attention(kernel.name, label, partial(ring_forward, kernel, axis, ahead, merge),

@@ -9,10 +9,9 @@ from memo.layer import CHUNK_ROWS, SPLIT_ROWS
 
 
 def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None = None) -> list[slice]:
-    """Slices of a rank's own rows first..end, nearly equal, at least `at_once` of them, so many of which
-    together have `most` rows, by default CHUNK_ROWS, of `ranks` ranks or less (each rounded up to SPLIT_ROWS
-    own ones); but never of fewer than SPLIT_ROWS own ones out of more, whose products would differ in their
-    bits from those of the whole."""
+    """Cuts a rank's own rows first..end into slices, nearly equal, at least `at_once` of them, so many of
+    which together have `most` rows, by default CHUNK_ROWS, of `ranks` ranks or less (each rounded up to
+    SPLIT_ROWS own ones), never fewer than SPLIT_ROWS out of more: bits of products would differ."""
     whole = (end - first) // SPLIT_ROWS
     n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // (most or CHUNK_ROWS)))))
     edges = [first - (-i * whole // n) * SPLIT_ROWS for i in range(n)] + [end]
@@ -20,6 +19,6 @@ def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None
 
 
 def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """The tensors, cut into the same ranges of rows."""
+    """Yields the tensors, cut into the same ranges of rows."""
     for r in cut(0, len(tensors[0]), ranks, most=most):
         yield [t[r] for t in tensors]

@@ -1,10 +1,9 @@
 """Tensor parallelism with Megatron's sequence parallelism: linears and embedding, each a pair of
 x_forward / x_backward, over the tp ranks of an Axis.
 
-The tokens of a rank group are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases
-behind a sum see a rank's own n = N/tp rows (n, C). What is split by heads or by columns has all N rows, seen
-as (n, tp, width), so that a range of own rows is a range of all ranks' rows too, and the order of the rows is
-the order of the tokens. In between
+Tokens are dealt out in turns: token t belongs to rank t % tp. Norms, residuals and biases behind a sum see a
+rank's own n = N/tp rows (n, C). What is split by heads or columns has all N rows, in the tokens' order, seen
+as (n, tp, width), so that a range of own rows is a range of all ranks' rows too. In between
 
     gather        (n, C) of every rank -> (tp, n, C); row i of rank r is token i * tp + r
     scatter_sum   (tp, n, C), partial sums of every rank -> (n, C)
@@ -26,7 +25,7 @@ from memo.parallel.rows import chunks, cut
 # --- pieces of rows in turns ---
 
 def pieces_at_once(axis: Axis, device: torch.device) -> int:
-    """Counts the pieces of rows under way: two beside messages; a CPU carries these itself."""
+    """Counts pieces of rows under way at once: two but on a CPU, which carries the messages itself."""
     return 2 if axis.size > 1 and device.type != "cpu" else 1
 
 
@@ -93,7 +92,7 @@ def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tenso
 
 def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
                        w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Computes (n, C), (n, tp, I/tp), (C, I/tp) -> (n, C). x(r) gives rows r of the input."""
+    """Computes (n, C) from residual (n, C), x (n, tp, I/tp), w (C, I/tp). `x`: gives rows r as x(r)."""
     def piece(r: slice) -> Iterator[None]:
         x_ = matmul.rows(x(r).transpose(0, 1))
         if axis.size == 1:

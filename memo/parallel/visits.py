@@ -1,4 +1,4 @@
-"""What goes round in a ring: each rank's tensors visit all other ranks, a hop to the next rank at a time."""
+"""Tensors in a ring: each rank's visit all other ranks, a hop to the next rank at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from memo.parallel.axis import Axis, Hop
 
 
 class Visits:
-    """Iterating gives the tensors of the other ranks of `axis`: those of the rank before first. `ahead` hops
-    are on their way beside the part in use; they start now, and hide behind what is done until they are
-    taken. A hop sends what the hop before brings, so it needs no wait for that one."""
+    """Iterates over the tensors of the other ranks of `axis`, the rank before first. `ahead` hops are on
+    their way beside the part in use; they start now, and hide behind what is done until they are taken. A hop
+    sends what the hop before brings, so it needs no wait for that one."""
 
-    def __init__(self, axis: Axis, *mine: torch.Tensor, ahead: int = 1) -> None:
+    def __init__(self, axis: Axis, *own: torch.Tensor, ahead: int = 1) -> None:
         self.axis, self.ahead, self.left = axis, ahead, axis.size - 1
         self.hops = deque[Hop]()
-        self.last: Sequence[torch.Tensor] = mine  # what the next hop sends
+        self.last: Sequence[torch.Tensor] = own  # what the next hop sends
         self.post(ahead)
 
     def post(self, n: int) -> None:
@@ -32,6 +32,6 @@ class Visits:
     def __next__(self) -> list[torch.Tensor]:
         if not self.hops:
             raise StopIteration
-        here = self.hops.popleft().wait()
+        tensors = self.hops.popleft().wait()
         self.post(self.ahead)
-        return here
+        return tensors

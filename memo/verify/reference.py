@@ -26,7 +26,7 @@ Named = Mapping[str, torch.Tensor]  # by memo's names of parameters
 # --- positions ---
 
 def rotary_frequencies(cfg: Config) -> tuple[torch.Tensor, float]:
-    """Give (angle between neighbouring tokens of each pair of elements (D/2,), in radians, fp64; what
+    """Computes (angle between neighbouring tokens of each pair of elements (D/2,), in radians, fp64; what
     multiplies rotated vectors). Source: transformers' modeling_rope_utils; arXiv 2306.15595 (linear),
     2309.00071 (YaRN), 2407.21783 (Llama 3)."""
     D, theta = cfg.head_width, cfg.rope_theta
@@ -66,7 +66,7 @@ def rotary_frequencies(cfg: Config) -> tuple[torch.Tensor, float]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (2j, 2j + 1) of x (B, H, T, D) by angles of which `cos` and `sin` (T, D/2) are given."""
+    """Turns the pairs (2j, 2j + 1) of x (B, H, T, D) by angles whose `cos` and `sin` (T, D/2) are given."""
     even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
@@ -74,8 +74,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # --- attention ---
 
 def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
-    """Attend from the queries `first`, first + 1, ... (B, Hkv, H/Hkv, n, D) to those keys and values
-    (B, Hkv, first + n, D) that are not later -> (B, Hkv, H/Hkv, n, D)."""
+    """Attends from the queries `first`, first + 1, ... (B, Hkv, H/Hkv, n, D) to those keys and values (B,
+    Hkv, first + n, D) that are not later -> (B, Hkv, H/Hkv, n, D)."""
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) / math.sqrt(q.shape[-1])
     query = torch.arange(first, first + q.shape[-2], device=q.device)
     key = torch.arange(k.shape[-2], device=q.device)
@@ -84,31 +84,30 @@ def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by blocks of queries, so that
-    at most SCORES scores exist, or those of one query; the backward makes those of each block again."""
+    """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by blocks of queries, so
+    that at most SCORES scores exist, or those of one query; the backward makes each block's again."""
     B, H, T, _ = q.shape
     q = q.unflatten(1, (k.shape[1], -1))
     n = max(1, SCORES // (B * H * T))
-    made = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], i,
-                       use_reentrant=False, preserve_rng_state=False) for i in range(0, T, n)]
-    return torch.cat(made, -2).flatten(1, 2)
+    blocks = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], i,
+                         use_reentrant=False, preserve_rng_state=False) for i in range(0, T, n)]
+    return torch.cat(blocks, -2).flatten(1, 2)
 
 
 def attend_fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend as attend() does, by torch's own kernel."""
+    """Attends as attend() does, by torch's own kernel."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
 
 
 # --- the model ---
 
 def norm_of(cfg: Config, width: int) -> nn.Module:
-    """Make the norm in front of each half of a layer, and of the head."""
     return (nn.LayerNorm(width, eps=cfg.norm_eps, bias=cfg.bias) if cfg.norm == "layernorm"
             else nn.RMSNorm(width, eps=cfg.norm_eps))
 
 
 class ReferenceLayer(nn.Module):
-    """A layer. `widths`: those of q, k and v, which `qkv` gives one behind the other."""
+    """Computes a layer. `widths`: those of q, k and v, which `qkv` gives one behind the other."""
 
     def __init__(self, cfg: Config, attention: Callable[..., torch.Tensor] = attend) -> None:
         super().__init__()
@@ -127,7 +126,7 @@ class ReferenceLayer(nn.Module):
             self.down = nn.Linear(inner, C, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-        """Compute a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
+        """Computes a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
         B, T, _ = x.shape
         qkv = self.qkv(self.ln1(x)).split(self.widths, -1)
         q, k, v = (t.view(B, T, -1, self.cfg.head_width).transpose(1, 2) for t in qkv)
@@ -139,17 +138,16 @@ class ReferenceLayer(nn.Module):
         return x + self.mlp(self.ln2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the MLP of normed rows, (B, T, C) -> (B, T, C)."""
+        """Computes the MLP of normed rows, (B, T, C) -> (B, T, C)."""
         if self.cfg.mlp == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
 
 
 class Reference(nn.Module):
-    """A model of a Config in `dtype`, whose weights load() sets. `blocked`: whether attention goes by blocks
-    of queries and the head by chunks of rows, so that no S x S and no S x V elements exist at once; without,
-    torch's own kernels take all of them. `x`: the first layer's input of the last forward, which keeps its
-    gradient."""
+    """Computes a Config's model in `dtype`, whose weights load() sets. `blocked`: attention goes by blocks
+    of queries and the head by chunks of rows, so that no S x S and no S x V elements exist at once;
+    without, torch's own kernels take all of them. `x`: the first layer's input, which keeps its gradient."""
 
     def __init__(self, cfg: Config, dtype: torch.dtype = torch.float64, blocked: bool = True) -> None:
         super().__init__()
@@ -167,8 +165,7 @@ class Reference(nn.Module):
     # --- forward ---
 
     def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Give (the first layer's input (B, T, C); cosines and sines for rotate(), or None twice) of tokens
-        (B, T)."""
+        """Computes (the first layer's input (B, T, C); cosines and sines for rotate(), or None) of (B, T)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens)
         if self.wpe is not None:
@@ -178,7 +175,7 @@ class Reference(nn.Module):
         return x, (angles.cos() * factor).to(self.wide), (angles.sin() * factor).to(self.wide)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the last layer's output (B, T, C) of tokens (B, T)."""
+        """Computes the last layer's output (B, T, C) of tokens (B, T)."""
         x, cos, sin = self.embed(tokens)
         self.x = x
         if x.requires_grad:
@@ -188,15 +185,15 @@ class Reference(nn.Module):
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the logits (..., V) of the last layer's outputs (..., C), in fp32 at least."""
+        """Computes the logits (..., V) of the last layer's outputs (..., C), in fp32 at least."""
         return F.linear(self.lnf(x), (self.wte if self.head is None else self.head).weight).to(self.wide)
 
     def loss_sum(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum the losses, in nats, of rows of the last layer's output (n, C) with targets (n,)."""
+        """Sums the losses, in nats, of rows of the last layer's output (n, C) with targets (n,)."""
         return F.cross_entropy(self.logits(x), targets, reduction="sum")
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute the mean loss, in nats, of tokens and targets (B, T)."""
+        """Computes the mean loss, in nats, of tokens and targets (B, T)."""
         rows, ids = self.hidden(tokens).flatten(0, 1), targets.flatten()
         if not self.blocked:
             return self.loss_sum(rows, ids) / len(ids)
@@ -208,8 +205,7 @@ class Reference(nn.Module):
     # --- by memo's names ---
 
     def memo_names(self) -> dict[tuple[str, ...], torch.Tensor]:
-        """Give {memo's names: parameter}: several names where memo has the parts, one below the other, as
-        parameters of their own, as it has of q, k and v."""
+        """Finds {memo's names: parameter}; three names of qkv, where memo has q, k and v."""
         parts = {"wte": self.wte, "wpe": self.wpe, "lnf": self.lnf, "head": self.head}
         names: dict[tuple[str, ...], torch.Tensor] = {}
         for part, module in parts.items():
@@ -218,43 +214,43 @@ class Reference(nn.Module):
         for i, block in enumerate(self.blocks):
             for part, module in block.named_children():
                 for kind, p in module.named_parameters():
-                    mine = "qkv" if part == "qkv" else [part]
-                    names[tuple(f"h.{i}.{name}_{kind[0]}" for name in mine)] = p
+                    own = "qkv" if part == "qkv" else [part]
+                    names[tuple(f"h.{i}.{name}_{kind[0]}" for name in own)] = p
         return names
 
     def parts(self, names: tuple[str, ...], p: torch.Tensor) -> list[torch.Tensor]:
-        """Cut `p`, a parameter or its like, as memo's parameters `names` are."""
+        """Cuts `p`, a parameter or its like, as memo's parameters `names` are."""
         return list(p.split(self.blocks[0].widths)) if len(names) > 1 else [p]
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> "Reference":
-        """Copy memo's (name, tensor) pairs into the parameters, without the vocabulary's padding, and give
-        the model itself. Errors: ValueError: they are not this model's, each once."""
-        mine = {n: part for names, p in self.memo_names().items()
-                for n, part in zip(names, self.parts(names, p.detach()), strict=True)}
+        """Copies memo's (name, tensor) pairs into the parameters, without the vocabulary's padding -> the
+        model. Errors: ValueError: they are not this model's, each once."""
+        missing = {n: part for names, p in self.memo_names().items()
+                   for n, part in zip(names, self.parts(names, p.detach()), strict=True)}
         for name, tensor in named_tensors:
-            if name not in mine:
+            if name not in missing:
                 raise ValueError(f"{name} is not a parameter of this model, or comes twice")
-            part = mine.pop(name)
+            part = missing.pop(name)
             part.copy_(tensor[:len(part)])
-        if mine:
-            raise ValueError(f"there is no {min(mine)}")
+        if missing:
+            raise ValueError(f"there is no {min(missing)}")
         return self
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Give {memo's name: gradient}, summed over all backwards, as memo shapes it: that of the
-        vocabulary's padding is 0. Errors: ValueError: there was no backward."""
-        found: dict[str, torch.Tensor] = {}
+        """Sums {memo's name: gradient} over all backwards, shaped as memo's: that of the vocabulary's
+        padding is 0. Errors: ValueError: there was no backward."""
+        gradients: dict[str, torch.Tensor] = {}
         for names, p in self.memo_names().items():
             if p.grad is None:
                 raise ValueError(f"{names[0]} has no gradient: backward() of a loss comes first")
-            found |= zip(names, self.parts(names, p.grad), strict=True)
+            gradients |= zip(names, self.parts(names, p.grad), strict=True)
         padding = self.cfg.padded_vocab_size - self.cfg.vocab_size
-        return found | {name: F.pad(found[name], (0, 0, 0, padding)) for name in ("wte", "head_w")
-                        if name in found}
+        return gradients | {name: F.pad(gradients[name], (0, 0, 0, padding)) for name in ("wte", "head_w")
+                            if name in gradients}
 
     def worst_gradient(self, gradients: Named) -> tuple[float, str]:
-        """Give (the largest relative error of memo's `gradients`, in the 2-norm of a parameter of this model,
-        NaN where there is one; memo's names of that). Errors: KeyError: a name is missing."""
+        """Finds (the largest relative error of memo's `gradients`, in the 2-norm of a parameter of this
+        model, NaN where there is one; memo's names of that). Errors: KeyError: a name is missing."""
         want, errors = self.gradients(), dict[str, float]()
         for names in self.memo_names():
             # q, k and v as one: no loss depends on a bias of k without rotary positions
@@ -267,8 +263,8 @@ class Reference(nn.Module):
 
 def loss_and_gradients(cfg: Config, weights: Iterable[tuple[str, torch.Tensor]], tokens: torch.Tensor,
                        targets: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    """Compute (the mean loss of tokens and targets (B, T), in nats; {memo's name: its gradient}) of a model
-    with memo's (name, tensor) pairs, in fp64 on the device of `tokens`. Errors: as Reference.load()."""
+    """Computes (the mean loss of tokens and targets (B, T), in nats; {memo's name: its gradient}) of a
+    model with memo's (name, tensor) pairs, in fp64 on the device of `tokens`. Errors: as Reference.load()."""
     model = Reference(cfg).to(tokens.device).load(weights)
     loss = model(tokens, targets)
     loss.backward()
