@@ -48,10 +48,10 @@ from memo import checkpoint, memory
 from memo.batch import to_device
 from memo.device import device_peak_bytes
 from memo.ending import complete, not_finite, save
-from memo.estimate.expected import naming_region
 from memo.formulas import mfu, tgs
 from memo.launch import Launch, rank_errors, read_launch, together
 from memo.loggers import StepStats
+from memo.memory import naming_region
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import connected, open_mesh

@@ -31,14 +31,14 @@ import torch
 
 from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
-from memo import memory, profiler
+from memo import memory
 from memo.choose import choose_subsequences
 from memo.config import Config
 from memo.decide import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.calibrate import attentions, matmuls, row_passes
+from memo.estimate.measure import attentions, least_seconds, matmuls, row_passes
 from memo.estimate.step_seconds import UnitRates, layers_s, step_seconds
 from memo.files import save_json
 from memo.layer import n_rows, tensors_of
@@ -75,7 +75,7 @@ def measured_speeds(S):
     def note(jobs, size):
         for op, (call, amount) in jobs.items():
             call()  # untimed: libraries load
-            table[op].append((size or amount, amount / profiler.least_seconds(CPU, call)))
+            table[op].append((size or amount, amount / least_seconds(CPU, call)))
     for n, causal in product(NUMBERS, (True, False)):
         note(attentions(S // n, width, torch.float32, CPU, "auto", causal), S // n)
     for size in (SHAPE["n_embd"], 2 * SHAPE["n_embd"]):  # of a matrix as large as the MLP's
@@ -233,7 +233,7 @@ def decision(S, device, measured, rate):
                                    lambda one: estimate(one, device, 1, arena_of).judged)
     key = (one.subsequences, one.subsequence_cut)
     rates = at(measured[key] if key in measured and one.unit_order == "layer" else measured_rates(one), rate)
-    placement, plan = decide(one, 4, rates, room_of(one, device))
+    placement, plan, _ = decide(one, 4, rates, room_of(one, device))
     return Point(one, placement, rates, alpha=plan.alpha, binds=plan.binds, why=why)
 
 
@@ -280,7 +280,7 @@ def main():
     results = []
     for S in LENGTHS:
         with (patch("memo.choose.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
-              patch("memo.profiler.time", SimpleNamespace(perf_counter=time.thread_time))):
+              patch("memo.estimate.measure.time", SimpleNamespace(perf_counter=time.thread_time))):
             device = measured_device(S)
             measured = {(N, cut): measured_rates(config_of(S, N, cut))
                         for N in NUMBERS for cut in (("equal", "flops") if N > 1 else ("equal",))}

@@ -23,7 +23,7 @@ import numpy as np
 from bench.machine import machine as machine_at_hand
 from memo.estimate import hardware
 from memo.estimate.arena import ROOT, fast_arena, traced_arena
-from memo.estimate.host import granting
+from memo.estimate.regions import granting
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
 from memo.files import save_json

@@ -25,7 +25,7 @@ from memo.config import Config
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import estimate
-from memo.estimate.host import granting
+from memo.estimate.regions import granting
 from memo.estimate.report import layout_of, limit_of
 from memo.estimate.search import (
     LONGEST,

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import store_parts
 from bench.papers.metp_layer import CPU, MODELS
+from memo.estimate.measure import layer_rates
 from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import Mesh
 from memo.plots import plain
-from memo.profiler import layer_rates
 from memo.schedule.streams import open_streams
 from model import GPT, initial_weights
 from testing.ranks import pool

@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 
 from bench.machine import store_parts
-from memo.estimate import calibrate
+from memo.estimate import measure
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
@@ -247,10 +247,10 @@ def main():
     torch.set_num_threads(1)
     for name in ("memo.plots", "matplotlib.pyplot", "tokenizers", "memo.dcp", "memo.convert", "train"):
         importlib.import_module(name)
-    calibrate.REPEATS, calibrate.LEAST_S, calibrate.ROUNDS = 1, 0.0, 1  # the file counts, not what is in it
-    matmuls, attentions = calibrate.matmuls, calibrate.attentions
-    calibrate.matmuls = lambda size, rows, *how: matmuls(size, rows // 64, *how)
-    calibrate.attentions = lambda T, *how: attentions(T // 8, *how)
+    measure.REPEATS, measure.LEAST_S, measure.ROUNDS = 1, 0.0, 1  # the file counts, not what is in it
+    matmuls, attentions = measure.matmuls, measure.attentions
+    measure.matmuls = lambda size, rows, *how: matmuls(size, rows // 64, *how)
+    measure.attentions = lambda T, *how: attentions(T // 8, *how)
     folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory: a forked command would remove it at its end
     paths = sysconfig.get_paths() | dict(stdlib=str(folder / "sources"))
     shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / "json", paths["stdlib"])

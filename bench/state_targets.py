@@ -7,7 +7,7 @@ from itertools import product
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest, estimate
-from memo.estimate.host import granting
+from memo.estimate.regions import granting
 from memo.estimate.report import layout_of, limit_of
 from memo.estimate.search import config_with, estimate_or_none, longest_by_bound, with_seconds
 from memo.load_config import load_config

@@ -40,20 +40,20 @@ class StageFacts:
     ends: Ends | None
 
     def seconds(self, placement: Placement) -> Callable[[Step], float]:
-        """-> what gives the seconds of a step of the stage's schedule."""
+        """Makes what gives the seconds of a step of the stage's schedule."""
         assert self.rates is not None and self.ends is not None
         rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
         return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
                             ends=self.ends)
 
     def alone(self) -> Placed:
-        """What the stage decides for itself. Errors: OutOfHostMemory."""
+        """Decides for the stage by itself. Errors: OutOfHostMemory."""
         return decide(self.cfg, self.itemsize, self.rates, self.room)
 
     @property
     def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
-        """Of each subsequence: seconds of the forwards of all layers, the same with embedding and head, and
-        of the message to the next stage."""
+        """Counts for each subsequence seconds of the forwards of all layers, the same with embedding and
+        head, and of the message to the next stage."""
         assert self.rates is not None and self.ends is not None
         cfg, ends = self.cfg, self.ends
         beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
@@ -63,14 +63,14 @@ class StageFacts:
         return layers, whole, ends.send_s
 
     def problem(self, placement: Placement) -> AlphaProblem:
-        """That which `placement` is an answer to."""
+        """Finds the problem that `placement` is an answer to."""
         return next(problem for problem in problems_of(self.cfg, self.itemsize, self.rates, self.room)
                     if problem.placement.stream == placement.stream)
 
 
 def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
-    """The Ends of a stage that has measured its layers: the head goes at the speed of a layer's forward, as
-    head_share() counts it; its gradients take twice as long. Messages take no time."""
+    """Makes the Ends of a stage that has measured its layers: the head goes at the speed of a layer's
+    forward, as head_share() counts it; its gradients take twice as long. Messages take no time."""
     if rates is None:
         return None
     free = (0.0,) * len(subsequence_lengths(cfg))
@@ -78,20 +78,19 @@ def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
 
 
 def copied(placed: Placed) -> int:
-    """Bytes that a stage sends to the host."""
-    plan = placed[1]
-    return plan.host_bytes if plan else 0
+    """Counts the bytes that a stage sends to the host."""
+    return placed.plan.host_bytes if placed.plan else 0
 
 
-def micro_batch_s(stages: Sequence[StageFacts], placements: Sequence[Placement]) -> float:
-    """Seconds of a micro batch."""
-    seconds = [stage.seconds(p) for stage, p in zip(stages, placements, strict=True)]
-    every = times_of_stages([p.schedule() for p in placements], lambda k, step: seconds[k](step))
+def micro_batch_s(stages: Sequence[StageFacts], placed: Sequence[Placed]) -> float:
+    """Simulates the seconds of a micro batch."""
+    seconds = [stage.seconds(one.placement) for stage, one in zip(stages, placed, strict=True)]
+    every = times_of_stages([one.placement.schedule() for one in placed], lambda k, step: seconds[k](step))
     return max(end for one in every for _, end in one.spans.values())
 
 
 def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
-    """Of each stage, for each subsequence, the most seconds from the end of its last layer's forward to the
+    """Counts for each stage and subsequence the most seconds from the end of its last layer's forward to the
     first layer's of the next subsequence that do not delay the last forward of all, where no copy is made: if
     each subsequence comes as early as it can, or as late; 0 for the last one."""
     last, numbers = len(stages) - 1, range(stages[0].cfg.subsequences)
@@ -112,47 +111,45 @@ def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
 
 
 def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
-    """The Placed of each stage; `alone`: what it decides for itself. Copies take what part of the seconds
-    between subsequences does not make the step slower: all of it, if that is so for all stages at once; else
-    as much as that goes for one stage after the other, those that are alike together. Where seconds are not
-    known, or hardly more would be copied, they are as alone."""
+    """Places the activations of all stages; `alone`: what each decides for itself. Copies take what part of
+    the seconds between subsequences does not make the step slower: all of it, if that is so for all stages at
+    once; else as much as that goes for one stage after the other, those that are alike together. Where
+    seconds are not known, or hardly more would be copied, they are as alone."""
     found = list(alone)
     if any(stage.rates is None or not stage.rates.units for stage in stages):
         return found
-    problems = {k: stage.problem(p) for k, (stage, (p, _)) in enumerate(zip(stages, alone, strict=True))
+    problems = {k: stage.problem(p) for k, (stage, (p, *_)) in enumerate(zip(stages, alone, strict=True))
                 if (stage.cfg.finds_alpha or rests(stage.cfg)) and p.n_swapped > 0}
     if not problems:
         return found
     between = seconds_between(stages)
 
     def of(k: int, part: float) -> Placed:
-        """The stage's with this part of the seconds between its subsequences."""
+        """Places a stage's with this part of the seconds between its subsequences."""
         problem, rates = problems[k], stages[k].rates
         assert rates is not None
         guests = [0.0] * len(problem.placement.guests)
         longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
                        for s, more in zip(problem.forward_s, [*between[k], *guests], strict=True))
-        return place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s)
+        return Placed(*place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s))
     adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:
         return found
-    best = micro_batch_s(stages, [p for p, _ in found])
+    best = micro_batch_s(stages, found)
 
     def take(those: Sequence[int], part: float) -> bool:
-        """Whether these stages go on with that part, for the step is no slower then."""
+        """Goes on with that part for these stages if the step is no slower then; says whether."""
         nonlocal best, found
         tried = [of(k, part) if k in those else one for k, one in enumerate(found)]
-        seconds = micro_batch_s(stages, [p for p, _ in tried])
+        seconds = micro_batch_s(stages, tried)
         if seconds > best * (1 + STALL):
             return False
         best, found = min(best, seconds), tried
         return True
     if take(adaptive, 1.0):
         return found
-    alike: dict[tuple[bool, bool, int], list[int]] = {}
-    for k in adaptive:
-        alike.setdefault(stages[k].cfg.stage_kind, []).append(k)
-    for those in alike.values():
+    for kind in dict.fromkeys(stages[k].cfg.stage_kind for k in adaptive):
+        those = [k for k in adaptive if stages[k].cfg.stage_kind == kind]
         if not take(those, 1.0):
             largest_part(partial(take, those), PART_HALVINGS)
     return found

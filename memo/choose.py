@@ -26,9 +26,9 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """Of a config with numbers: seconds of a step for each of its micro batches, 0 where they are not known;
-    where it does not fit, the bytes that lack, and of what, in words; whether activations are copied, or
-    stages wait for each other, so that more subsequences may be faster."""
+    """How a config with numbers was judged: seconds of a step for each of its micro batches, 0 where they are
+    not known; where it does not fit, the bytes that lack, and of what, in words; whether activations are
+    copied, or stages wait for each other, so that more subsequences may be faster."""
 
     seconds: float
     lacking: float = 0
@@ -37,19 +37,19 @@ class Judged(NamedTuple):
 
 
 def degrees_of(n: int) -> list[int]:
-    """The divisors of n."""
+    """Lists the divisors of n."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def stage_numbers(cfg: Config, world: int) -> list[int]:
-    """The numbers of stages to choose from: powers of two."""
+    """Lists the numbers of stages to choose from: powers of two."""
     return [pp for pp in degrees_of(world) if pp.bit_count() == 1 and pp <= cfg.n_layer]
 
 
 def stage_keys(cfg: Config, pp: int) -> Keys:
-    """Keys with which a config has so many stages. Several are fed with subsequences, of equal FLOPs if that
-    is free: all take the same time then."""
+    """Makes the keys with which a config has so many stages. Several are fed with subsequences, of equal
+    FLOPs if that is free: all take the same time then."""
     if pp == 1:
         return dict(pp=1)
     keys: Keys = dict(pp=pp, unit_order="subsequence")
@@ -61,7 +61,7 @@ def stage_keys(cfg: Config, pp: int) -> Keys:
 
 
 def with_stages(cfg: Config, world: int) -> list[Config]:
-    """The config, or with each number of stages that pp=auto may become; tp, cp and what else is given stay.
+    """Gives a config each number of stages that pp=auto may become; tp, cp and what else is given stay.
     Errors: ConfigError: a layout that does not fill the world, or none that does."""
     if cfg.pp != "auto":
         degrees(cfg, world)
@@ -90,8 +90,8 @@ def with_stages(cfg: Config, world: int) -> list[Config]:
 
 
 def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[Layout, str]:
-    """(the Layout with numbers in place of auto, why these, in words), as `judge` sees it: of each number of
-    stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
+    """Chooses (the Layout with numbers in place of auto, why these, in words), as `judge` sees it: of each
+    number of stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
     EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
     judge = cache(judge)
     if cfg.pp != "auto":
@@ -115,15 +115,14 @@ def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[
 # --- where states are ---
 
 def choose_place(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[Layout, str]:
-    """The same of a config with a number of stages, of each place of the states with the subsequences that
-    choose_subsequences() takes there: the device where that fits, else the fastest of the others. Where none
-    fits, the one that lacks least."""
+    """Chooses, as choose(), the place of the states and the subsequences there: the device where that fits,
+    else the fastest of the others. Where none fits, the one that lacks least."""
     if cfg.states != "auto":
         return choose_subsequences(cfg, judge)
     found = [choose_subsequences(replace(cfg, states="device"), judge)]
-    [(first, why)], on_device = found, judge(found[0][0])
+    on_device = judge(found[0][0])
     if not on_device.lacking:
-        return first, why
+        return found[0]
     for where in ("sharded", "host"):
         with suppress(ConfigError):  # of several stages, or of an order of units, that needs all layers
             if where != "sharded" or world > cfg.pp * cfg.tp:
@@ -138,8 +137,8 @@ def choose_place(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> 
 # --- how many subsequences ---
 
 def numbers_of(cfg: Config) -> list[int]:
-    """The numbers of subsequences to choose from: powers of two, each subsequence with LEAST_TOKENS or more,
-    and aligned in the layout; for several stages those with a bubble between the bounds, or the most."""
+    """Lists the numbers of subsequences to choose from: powers of two, with LEAST_TOKENS or more each, and
+    aligned; for several stages those with a bubble between the bounds, or the most."""
     if cfg.subsequences != "auto":
         return [cfg.subsequences]
     most = cfg.block_size // max(LEAST_TOKENS, ALIGNED * cfg.layout_multiple)
@@ -150,8 +149,7 @@ def numbers_of(cfg: Config) -> list[int]:
 
 
 def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
-    """(the Layout with numbers in place of auto, why these, in words): the best_of() those that are tried, as
-    `judge` sees them.
+    """Chooses (the Layout with numbers in place of auto, why these, in words): the best_of() those tried.
 
     Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
     become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
@@ -212,17 +210,17 @@ def best_of(found: dict[Layout, Judged]) -> Layout:
 
 
 def fewest(cfg: Config, world: int) -> Layout:
-    """The Layout with the fewest stages and subsequences that choose() would look at, for want of a judge."""
+    """Makes the Layout with the fewest stages and subsequences, for want of a judge."""
     return choose(cfg, lambda one: Judged(0.0), world)[0]
 
 
 def is_enough(got: Judged) -> bool:
-    """Whether it fits, and nothing says that others are faster."""
+    """Says whether it fits, and nothing says that others are faster."""
     return not got.lacking and not (got.seconds and got.copies)
 
 
 def why_chosen(best: Layout, found: dict[Layout, Judged]) -> str:
-    """Why choose_subsequences() took `best` of those that it has found."""
+    """Says why choose_subsequences() took `best` of those that it has found."""
     if found[best].lacking:
         return f"chosen, none fits {found[best].where}"
     fewer = [one for one in found if one.subsequences < best.subsequences]

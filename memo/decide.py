@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
+from memo.schedule.periods import Totals
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, placed, rests, swaps_layers
@@ -36,12 +38,17 @@ class Rates:
     states: StateSeconds = STAY
 
     def as_dict(self) -> dict[str, object]:
-        """For plan.json, measured ones."""
+        """Makes plan.json's entry of measured ones."""
         return {name: value for name, value in asdict(self).items()
                 if name not in ("units", "states") or any(value)}
 
 
-Placed = tuple[Placement, SwapPlan | None]
+class Placed(NamedTuple):
+    """Where a stage's activations live. `totals`: seconds of all its layers, where these were simulated."""
+
+    placement: Placement
+    plan: SwapPlan | None
+    totals: Totals | None = None
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided. `swap_plan` is None in the modes that copy nothing, `rates` where they were not
-    measured."""
+    """What was decided; `swap_plan` is None in modes that copy nothing, `rates` not measured ones."""
 
     placement: Placement
     swap_plan: SwapPlan | None
@@ -71,8 +77,7 @@ class Decision:
 
 
 def ways_of(cfg: Layout) -> list[dict[str, str]]:
-    """What placed() may be given beside the config to decide between; the first serves where others do
-    too."""
+    """Lists what placed() may be given beside the config; the first serves where others do too."""
     if cfg.subsequences == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("copied", "made") if cfg.by_layer else ("stay",)
@@ -82,8 +87,7 @@ def ways_of(cfg: Layout) -> list[dict[str, str]]:
 
 def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
                stream: str = "") -> AlphaProblem:
-    """The alpha program's problem with two buffers; without rates every copy hides. `keys`, `stream`: for
-    placed()."""
+    """Poses the alpha program's problem with two buffers; without rates every copy hides."""
     p, rate = placed(cfg, 2, keys=keys, stream=stream), rates.offload_bytes_per_s if rates else 1.0
     seconds = (inf,) * len(p.lengths)
     if not room.cpu and not cfg.pin_memory:
@@ -96,7 +100,7 @@ def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys
 
 
 def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem:
-    """The problem with as many buffers as there is room for, where that is for memo to find.
+    """Gives the problem as many buffers as there is room for, where that is for memo to find.
 
     A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
     with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
@@ -112,79 +116,79 @@ def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem
     def of(n: int) -> Placement:
         return replace(p, n_buffers=n)
 
-    def fits(n: int) -> bool:
-        return of(n).device_bytes(problem.tensors) <= room.spare_bytes
-    whole = placed(cfg, units, stream=p.stream)  # whose keys stay
-    if fits(3) and whole.device_bytes(problem.tensors) <= room.spare_bytes:
+    def fits(p: Placement) -> bool:
+        return p.device_bytes(problem.tensors) <= room.spare_bytes
+    three, whole = fits(of(3)), placed(cfg, units, stream=p.stream)  # whose keys stay
+    if three and fits(whole):
         return replace(problem, placement=whole)
-    if room.cpu or cfg.alpha_mode == "paper" or not fits(3):
+    if room.cpu or cfg.alpha_mode == "paper" or not three:
         return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
-    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(n))
+    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(of(n)))
     return replace(problem, placement=of(n))
 
 
 def problems_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:
-    """The problem of each of the ways_of() a config, with its buffers."""
+    """Poses the problem of each of the ways_of() a config, with its buffers."""
     for way in ways_of(cfg):
         yield with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
 
 
 def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | None,
                 spare_bytes: float = inf) -> Placed:
-    """place_rows() of the problem whose step is the fastest as the schedule's simulator sees it; where there
-    are no rates, or alpha is given, of the first that takes attention from the fewest units. Those that fit
+    """Places rows for the problem whose step is the fastest as the schedule's simulator sees it; where there
+    are no rates, or alpha is given, for the first that takes attention from the fewest units. Those that fit
     so many bytes of the device come first, and those with the stream whole; where none does, the one that
     lacks least. Errors: OutOfHostMemory where none fits the host: that of the one that needs least of it,
     which names the longest context."""
-    judged: list[tuple[float, float, Placement, SwapPlan | None]] = []
+    judged: list[tuple[float, float, Placed]] = []
     refused: dict[int, OutOfHostMemory] = {}  # {bytes of the host that are needed at least: why}
     for problem in problems:
         if problem.placement.stream == "copied" and any(not over for over, *_ in judged):
             break
         try:
             if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
-                seconds, placement, plan = hidden(cfg, problem, rates)
+                seconds, found = hidden(cfg, problem, rates)
             else:
                 costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
-                placement, plan = place_rows(cfg, problem, costs)
-                seconds = placement.input_only
-            over = max(0, placement.device_bytes(problem.tensors) - spare_bytes)
-            judged.append((over, seconds, placement, plan))
+                found = Placed(*place_rows(cfg, problem, costs))
+                seconds = found.placement.input_only
+            over = max(0, found.placement.device_bytes(problem.tensors) - spare_bytes)
+            judged.append((over, seconds, found))
         except OutOfHostMemory as e:
             refused.setdefault(problem.least_bytes, e)
     if not judged:
         raise refused[min(refused)]
-    return min(judged, key=lambda found: found[:2])[2:]
+    return min(judged, key=lambda one: one[:2])[2]
 
 
 def decide(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Placed:
-    """Errors: OutOfHostMemory, before anything is allocated."""
+    """Decides where a stage's activations live. Errors: OutOfHostMemory, before any is allocated."""
     return place_whole(cfg, problems_of(cfg, itemsize, rates, room), rates,
                        inf if room.cpu else room.spare_bytes)
 
 
-def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placement, SwapPlan | None]:
-    """(seconds of all layers, Placement, SwapPlan) with the most rows whose copies hide, as the schedule's
-    simulator sees it: where the program's copies hold the computing up, as those of keys, of states or of the
-    backward may, the rate that it counts on is a part of the real one; or with the program's rows, where that
-    is faster."""
+def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placed]:
+    """Finds (seconds of all layers, Placed) with the most rows whose copies hide, as the
+    schedule's simulator sees it: where the program's copies hold the computing up, as those of keys, of
+    states or of the backward may, the rate that it counts on is a part of the real one; or with the program's
+    rows, where that is faster."""
     rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
 
     @cache
-    def simulated(part: float) -> tuple[float, float, Placement, SwapPlan | None]:
+    def simulated(part: float) -> tuple[float, float, Placed]:
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
-        forward, backward, stall = layers_s(placement, step_seconds(
+        forward_s, backward_s, stall_s = totals = layers_s(placement, step_seconds(
             placement, problem.tensors, rates.units, rate, rates.states))
-        return forward + backward, stall, placement, plan
-    fastest = simulated(1.0)
-    if fastest[1] > STALL * fastest[0]:
+        return forward_s + backward_s, stall_s, Placed(placement, plan, totals)
+    seconds, stall_s, found = simulated(1.0)
+    if stall_s > STALL * seconds:
         most = simulated(0.0)[1] + STALL * simulated(0.0)[0]  # with alpha = 0 that cannot be helped
-        if fastest[1] > most:
+        if stall_s > most:
             part = largest_part(lambda part: simulated(part)[1] <= most, HALVINGS)
-            # a stall may cost less than rows that are rebuilt
-            fastest = min(simulated(part), fastest, key=lambda one: one[0])
-    return fastest[0], *fastest[2:]
+            if simulated(part)[0] <= seconds:  # a stall may cost less than rows that are rebuilt
+                seconds, _, found = simulated(part)
+    return seconds, found
 
 
 def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
@@ -197,12 +201,11 @@ def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
-    """Of a GPU with `total_bytes`, what is left free for gaps. `transient_bytes`: what a layer takes beside
-    its buffers; `head_bytes`: what the head takes more."""
+    """Counts what is left free for gaps of a GPU with `total_bytes`. `transient_bytes`: what a layer takes
+    beside its buffers; `head_bytes`: what the head takes more."""
     return total_bytes // GAPS + max(0, transient_bytes // SPARE_TRANSIENTS - head_bytes)
 
 
 def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
-    """Of a GPU's free bytes, those for buffers of activations; negative where there is too little. Arguments
-    as for margin_bytes."""
+    """Counts those of a GPU's free bytes that are for buffers; negative where there is too little."""
     return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes

@@ -43,8 +43,8 @@ from memo.backends import cudnn_version, order, passed_over
 from memo.config import Config
 from memo.device import device_name, gpu_facts, own_bytes, pick_device
 from memo.errors import ConfigError, reason
-from memo.estimate.calibrate import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.estimate.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
+from memo.estimate.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.files import cache_place, readable_json
 from memo.ops import OPS, lacking, resolve_ops
 from memo.origin import code

@@ -10,9 +10,9 @@ from pathlib import Path
 from memo import checkpoint, report
 from memo.command import progress
 from memo.errors import BadState, CheckpointError, ConfigError, DataError, RunFailed, TrainingError, reason
-from memo.estimate.expected import naming_region
 from memo.launch import together
 from memo.manifest import last_good
+from memo.memory import naming_region
 from memo.out_dir import rescues
 from memo.run_state import Run
 from memo.signals import StepGivenUp, StopSignal, handling

@@ -21,8 +21,8 @@ import torch
 
 from memo.batch import Data
 from memo.errors import RunFailed
-from memo.estimate.expected import lack_of_memory
 from memo.files import JsonObject
+from memo.memory import lack_of_memory
 from memo.parallel.tp import own_ids
 from memo.protocols import Model
 from memo.row_order import row_order

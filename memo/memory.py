@@ -2,12 +2,13 @@
 tensors; what the startup and plan.json say of both."""
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import zip_longest
 
 import torch
 
-from memo import profiler
 from memo.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.decide import (
     GAPS,
@@ -21,15 +22,27 @@ from memo.decide import (
     ways_of,
     with_buffers,
 )
-from memo.device import device_name, free_bytes, settle
-from memo.errors import ConfigError
-from memo.estimate.arena import head_bytes
+from memo.device import device_name, free_bytes, own_bytes, settle
+from memo.errors import ConfigError, RunFailed
+from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.hardware import NODES, Machine
-from memo.estimate.host import HOST_STATES_BYTES, copied_bytes, node_bytes, stage_state_bytes
-from memo.estimate.regions import Line, activation_lines, cpu_spare, micros_of_rank, states
+from memo.estimate.measure import measure, measured_states
+from memo.estimate.regions import (
+    HOST_STATES_BYTES,
+    Line,
+    activation_lines,
+    copied_bytes,
+    cpu_spare,
+    micros_of_rank,
+    node_bytes,
+    stage_state_bytes,
+    states,
+)
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.report import billions
+from memo.estimate.search import longest
+from memo.estimate.unit_seconds import LayerSeconds
 from memo.formulas import percent
 from memo.launch import Launch
 from memo.layout import Layout
@@ -51,12 +64,12 @@ from memo.swap.slab import host_bytes
 
 
 def gpu_decides(cfg: Layout, device: torch.device) -> bool:
-    """Whether alpha and the number of buffers are left to what is measured on a GPU."""
+    """Says whether alpha and the number of buffers are left to what is measured on a GPU."""
     return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
 def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
-    """What a rank has of the host's memory to swap to: its share, but for master weights, moments and
+    """Counts what a rank has of the host's memory to swap to: its share, but for master weights, moments and
     gradients, where optimizer_device=cpu or states=host keeps them there; the copies that checkpoints of the
     ranks on this host are written from come on top. Errors: OutOfHostMemory."""
     if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
@@ -81,7 +94,7 @@ def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
 
 
 def check_memory(cfg: Layout, device: torch.device, dtype: torch.dtype, limit: int) -> None:
-    """Before the device is touched. `limit`: host_limit(). Errors: OutOfHostMemory, ConfigError."""
+    """Checks what can be before the device is touched. Errors: OutOfHostMemory, ConfigError."""
     if gpu_decides(cfg, device) and cfg.deterministic:
         raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
                           "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
@@ -93,8 +106,7 @@ def check_memory(cfg: Layout, device: torch.device, dtype: torch.dtype, limit: i
 
 
 def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
-    """The Room of a CPU, on the rank that has least. Nothing need be measured for that. `limit`:
-    host_limit()."""
+    """Finds the Room of the CPU with least; nothing need be measured for that."""
     host = model.mesh.host
     cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
     spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
@@ -102,8 +114,8 @@ def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
 
 
 def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
-    """The Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for one.
-    Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
+    """Finds the Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for
+    one. Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
     if not (finds or rests(cfg) or cfg.msp):
         return Room(limit)
@@ -144,18 +156,18 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
-        rates = profiler.measure(model.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
+        rates = measure(model.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
         model.grads.zero_()
         model.close()
         if cfg.layers_come:
-            rates = replace(rates, states=profiler.measured_states(model))
+            rates = replace(rates, states=measured_states(model))
         if not cpu:
             room = gpu_room(cfg, model, rates, limit)
     else:
         host.max(0)  # other stages may measure, and wait for all ranks before they copy
     facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
     if cfg.pp == 1:
-        placement, swap_plan = facts.alone()
+        found = facts.alone()
     else:  # copies also hide where a stage waits for others
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
@@ -164,22 +176,22 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
             typical = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
                 facts, cfg=named, rates=None)
             together = shared(stages, together, host.objects(typical)[::peers.size])
-            shares = tuple(piece for p, _ in together for piece in p.lent)
+            shares = tuple(piece for one in together for piece in one.placement.lent)
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)
-        placement, swap_plan = together[cfg.stage]
-    model.reserve(B, T, placement, streams=streams, pin=pin)
+        found = together[cfg.stage]
+    model.reserve(B, T, found.placement, streams=streams, pin=pin)
     if cfg.msp:  # whose stages would post messages in orders of their own
-        train, evaluation = (in_one_order([p.schedule(trains) for p, _ in together])[cfg.stage]
+        train, evaluation = (in_one_order([one.placement.schedule(trains) for one in together])[cfg.stage]
                              for trains in (True, False))
-        model.swap.set_passes(passes_of(placement.program, model.states, (train, evaluation)))
-    return Decision(placement, swap_plan, rates, limit)
+        model.swap.set_passes(passes_of(found.placement.program, model.states, (train, evaluation)))
+    return Decision(found.placement, found.plan, rates, limit)
 
 
 def requests_of_a_step(model: Model, arena: Arena) -> Trace:
-    """Its Trace: recorded in a rehearsal, or traced where torch's allocator, which fragments, has no room for
-    one on some rank. Nothing is sent in a rehearsal: a rank that runs out of memory leaves no other
-    waiting."""
+    """Records the memory requests of a step in a rehearsal, or traces them where torch's allocator, which
+    fragments, has no room for one on some rank. Nothing is sent in a rehearsal: a rank that runs out of
+    memory leaves no other waiting."""
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
         trace = rehearsed_requests(model, arena)
@@ -202,8 +214,7 @@ def requests_of_a_step(model: Model, arena: Arena) -> Trace:
 
 
 def plan_memory(cfg: Layout, model: Model) -> None:
-    """Finds the memory requests of a step and plans their addresses: model.arena. Where that cannot be done
-    the run goes on without, and says so."""
+    """Plans the addresses of a step's requests: model.arena. Where it cannot, the run goes on without."""
     if cfg.memory_plan == "off":
         return
 
@@ -228,7 +239,7 @@ def plan_memory(cfg: Layout, model: Model) -> None:
 
 
 def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
-    """[Line] of a rank, which add up to all that is held from step to step."""
+    """Lists the Lines of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
     staging = optimizer.staging
     on_host = states if staging else 0
@@ -243,53 +254,48 @@ def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Opt
 
 
 def memory_table(cfg: Layout, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
-    """The startup's table: what lives where, `lines`, beside what the Estimate `expected` of it (None:
-    nothing is); what set alpha, and how fast things go."""
+    """Makes the startup's table: what lives where, `lines`, beside what was `expected`; alpha; rates."""
     unit = "GiB, (estimated)" if expected else "GiB"
     stage = f", stage {cfg.stage}" * (cfg.pp > 1)
     out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
            f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
 
-    def row(what: str, device: int, host: int, region: str | None) -> None:
-        shown = [f"{n / 2**30:.3f}" if n else "" for n in (device, host)]
+    for line, behind in zip_longest(lines, lines[1:]):
         guess = ""
-        if expected and region:
-            device, host = expected.bytes_of(region)
-            guess = f"   ({(device or host) / 2**30:.3f})"
-        out.append(f"            {what:32}{shown[0]:>9}{shown[1]:>9}{guess}".rstrip())
-    for i, line in enumerate(lines):
-        last = i + 1 == len(lines) or lines[i + 1].region != line.region  # the estimate is the whole region's
-        row(line.what, line.device_bytes, line.host_bytes, line.region if last else None)
-    row("in all", sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines), None)
-    return "\n".join(out + alpha_and_rates(cfg, decision, expected))
+        if expected and not (behind and behind.region == line.region):  # it is the whole region's
+            guess = f"   ({next(filter(None, expected.bytes_of(line.region)), 0) / 2**30:.3f})"
+        out.append(table_row(line.what, line.device_bytes, line.host_bytes, guess))
+    sums = sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines)
+    return "\n".join([*out, table_row("in all", *sums), *alpha_and_rates(cfg, decision, expected)])
+
+
+def table_row(what: str, device_bytes: int, host_bytes: int, more: str = "") -> str:
+    device, host = (f"{n / 2**30:.3f}" if n else "" for n in (device_bytes, host_bytes))
+    return f"            {what:32}{device:>9}{host:>9}{more}".rstrip()
 
 
 def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) -> list[str]:
-    """The lines on what set alpha, and on what was measured."""
-    lines = []
-    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    """Lists the lines on what set alpha, and on what was measured."""
+    def passes(of: Rates | LayerSeconds) -> str:
+        return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
+    lines, plan, rates, p = [], decision.swap_plan, decision.rates, decision.placement
     if plan:
         lines.append(f"alpha       {what_set_it(cfg, plan, p)}")
     if decision.alpha is not None and rates is not None:
         if p.input_only:
             swapped = f"{p.n_swapped} swapped {p.what}"
             lines.append(f"            {p.input_only} of {swapped} keep only their input")
-        ms = [f"{s * 1e3:.1f} ms" for s in (rates.forward_s, rates.backward_s)]
-        speed = [f"{r / 1e9:.1f} GB/s" for r in (rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)]
-        lines.append(f"rates       a layer's forward {ms[0]}, backward {ms[1]}; "
-                     f"{speed[0]} to the host, {speed[1]} back")
+        lines.append(f"rates       {passes(rates)}; {rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, "
+                     f"{rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
     if expected and expected.layer:
-        ms = [f"{s * 1e3:.1f} ms" for s in (expected.layer.forward_s, expected.layer.backward_s)]
-        lines.append(f"estimated   a layer's forward {ms[0]}, backward {ms[1]}; "
-                     f"a step {expected.seconds['step']:.3g} s, TGS {expected.tgs:,.0f}, "
-                     f"MFU {percent(expected.mfu)}")
+        lines.append(f"estimated   {passes(expected.layer)}; a step {expected.seconds['step']:.3g} s, "
+                     f"TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
     return lines
 
 
 def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line],
                 expected: Estimate | None) -> dict[str, object]:
-    """plan.json: what the run uses, from which rates, and what was expected of it. `lines`:
-    where_it_lives()."""
+    """Makes plan.json: what the run uses, from which rates, and what was expected."""
     plan = decision.swap_plan
     return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
                 binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
@@ -301,7 +307,7 @@ def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]
 
 
 def stage_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
-    """What plan.json holds of each of several stages, from its first rank."""
+    """Makes what plan.json holds of each of several stages, from its first rank."""
     record = plan_record(cfg, decision, model, lines, None)
     own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
            "rates", "regions")
@@ -309,13 +315,75 @@ def stage_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line
 
 
 def stages_table(cfg: Layout, records: list[dict]) -> list[str]:
-    """The startup's table of what the first rank of each stage holds. `records`: stage_record() of each."""
+    """Makes the startup's table of each stage's first rank, from their stage_record()s."""
     lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
     for one in records:
-        nbytes = [sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes")]
+        device, host = (sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes"))
         what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
         alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
-        device, host = (f"{n / 2**30:.3f}" if n else "" for n in nbytes)
-        lines.append(f"            {what:32}{device:>9}{host:>9}{alpha}".rstrip())
+        lines.append(table_row(what, device, host, alpha))
     lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
     return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])
+
+
+# --- where memory runs out ---
+
+# {region: keys that make it smaller}
+KNOBS = {"params": "--tp, --states=sharded or --states=host", "grads": "--tp, or --states=host",
+         "optimizer": "--optimizer_device=cpu, --states=host, or more ranks",
+         "rounding_buffers": "--cp or --tp, more --subsequences, or a lower --alpha",
+         "transient": "--cp or --tp, or more --subsequences", "stream": "--cp or --tp",
+         "keys": "--cp or --tp", "key_gradients": "--cp or --tp", "sweep": "more --subsequences",
+         "resident": "--activation=memo"}
+ACTIVATIONS = "rounding_buffers", "keys", "key_gradients", "stream", "sweep", "resident"  # taken at once
+
+
+def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
+    """Says of a run that found no memory for `region`, or, where that is the buffers, for what is taken with
+    them, what was expected, the knob of the largest, the longest context. `capacity`: the device's bytes that
+    other processes leave, None where it is the host."""
+    line = f"out of memory ({text}) while the region"
+    if expected is None:
+        return f"{line} {region} grew; try {KNOBS[region]}, or a smaller --block_size"
+    cfg, machine = expected.cfg, expected.machine
+    nbytes = {name: max(expected.bytes_of(name)) for name in ACTIVATIONS} if region in ACTIVATIONS else {}
+    grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
+    largest = max(grew, key=grew.__getitem__)
+    knob = KNOBS[largest]
+    if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
+        knob += ", or --unit_order=layer"
+    if capacity is not None:
+        assert machine.memory_bytes is not None  # `capacity` is of a device with its own
+        machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
+    line += (f"{'s' * (len(grew) > 1)} {', '.join(grew)} grew, estimated at {sum(grew.values()) / 2**30:.4g} "
+             f"GiB of {expected.device_bytes / 2**30:.4g} in all")
+    most = longest(cfg, machine, expected.world, fast_arena)
+    if most is None:
+        return f"{line}; try {knob}; no block_size fits"
+    if most.cfg.block_size >= cfg.block_size:
+        line += ", which should fit: something else takes the memory, or the estimate is wrong"
+    return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"
+
+
+class OutOfMemory(RunFailed):
+    """The device's memory is used up on this rank. One line."""
+
+
+def lack_of_memory(e: RuntimeError) -> str | None:
+    """Takes the text of an error that comes of a lack of the device's memory; None of any other error."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    # torch has no class of its own for a lack of the CPU's memory
+    lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds
+
+
+@contextmanager
+def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
+    """Turns a lack of memory inside the block into an OutOfMemory that names its Line's `region`."""
+    try:
+        yield
+    except RuntimeError as e:
+        text = lack_of_memory(e)
+        if isinstance(e, OutOfMemory) or text is None:
+            raise
+        raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e

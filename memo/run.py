@@ -21,12 +21,13 @@ from memo.command import progress
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
 from memo.convert import check_folder
 from memo.decide import Decision
-from memo.device import device_name, gpu_facts, pick_device, set_deterministic
+from memo.device import device_name, gpu_facts, own_bytes, pick_device, set_deterministic
 from memo.errors import ConfigError, elsewhere, reason, warn
+from memo.estimate import hardware
 from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
-from memo.estimate.budget import choose_fastest, estimate
-from memo.estimate.expected import expect, machine_of
+from memo.estimate.budget import Estimate, choose_fastest, estimate
 from memo.estimate.hardware import Machine, peak_flops_per_s
+from memo.estimate.search import remedies
 from memo.files import load_json, own_folder, read_text
 from memo.huggingface import CONFIG, OWN, own_files
 from memo.keys import Keys
@@ -45,13 +46,14 @@ from memo.protocols import Model
 from memo.report import furnish
 from memo.row_order import row_order
 from memo.run_state import Checked, Decided, Run
+from memo.swap.slab import available
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
 
 # --- one rank ---
 
 def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
-    """Errors: ConfigError: the data was made with another tokenizer than `folder` holds, which belongs
-    to the `weights`. Warns where that cannot be told."""
+    """Checks that the data was made with the tokenizer that `folder` holds, which belongs to the `weights`;
+    warns where that cannot be told. Errors: ConfigError."""
     if not (mine := find_tokenizer(data.folder)):
         return
     try:
@@ -66,7 +68,7 @@ def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
 
 
 def arena_here(cfg: Layout, machine: Machine) -> ArenaBytes:
-    """Traces the arena in this process, as budget.traced_arena."""
+    """Traces the arena in this process, as traced_arena."""
     return traced_arena(cfg, machine, lambda keys: trace_step(
         replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
 
@@ -125,29 +127,64 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
     return found
 
 
+def machine_of(device: torch.device, launch: Launch) -> Machine:
+    """Finds the Machine of this rank: known figures of its GPU and host, and what --calibrate measured."""
+    try:
+        measured = hardware.machine("here", ranks=launch.world)
+    except ConfigError:
+        measured = None
+    name, cuda = device_name(device), device.type == "cuda"
+    threads = launch.threads or torch.get_num_threads()
+    short = hardware.gpu_named(name) if cuda else None
+    if measured and (measured.name == name if cuda else measured.cpu and measured.threads == threads):
+        found = measured
+    elif short:
+        found = hardware.machine(short)
+    else:
+        found = Machine(name, hardware.NODES["workstation"], None, None, None)
+    node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
+    return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
+
+
+def expect(found: Checked, cfg: Layout, launch: Launch, why: str) -> Estimate | None:
+    """Estimates this run, or warns that it cannot. `why`: why the numbers of its layout were chosen. Errors:
+    ConfigError where it cannot fit, unless it is forced to start."""
+    try:
+        machine = machine_of(found.device, launch)
+        got = estimate(replace(cfg, **found.kernels), machine, launch.world, arena_here).but(chosen=why)
+        _ = got.seconds  # what fails, fails here
+        lacks = not (got.fits or got.only_tight or found.force)
+        others = [text.replace("--gpus=", "ranks=") for text, _ in remedies(got)] if lacks else []
+    except Exception as e:  # an estimate is not worth a run
+        warn(f"no estimate: {type(e).__name__}: {e}")
+        return None
+    if got.only_tight:
+        margin = got.bytes_of("margin")[0] / 2**30
+        warn(f"it will be tight: {got.why}, of which {margin:.3g} are a margin")
+    elif lacks:
+        raise ConfigError(f"block_size={cfg.block_size} does not fit: {got.why}; try "
+                          f"{' or '.join([*others, '--force'])} (to run it all the same)")
+    return got
+
+
 def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") -> Decided:
-    """Whether there is memory for the run in a layout, and on rank 0 the Estimate. `why`: why its numbers
-    were chosen. Errors: ConfigError."""
+    """Checks that a layout has memory, estimates it on rank 0. `why` its numbers. Errors: ConfigError."""
     cfg, device = layout.of_rank(launch.rank, launch.world), found.device
     if device.type == "cuda":
         check_streams(cfg, launch.world)
-    limit, expected = memory.host_limit(cfg, launch, found.dtype.itemsize), None
+    limit = memory.host_limit(cfg, launch, found.dtype.itemsize)
     memory.check_memory(cfg, device, found.dtype, limit)
     if found.speaks and cfg.states == "sharded" and launch.world == cfg.tp:
         warn("states=sharded has one replica here, so nobody shares its states; states=host takes less of "
              "the device")
-    if found.speaks:
-        expected = expect(replace(cfg, **found.kernels), device, launch, arena_here,
-                          found.force)
-        expected = expected and expected.but(chosen=why)
+    expected = expect(found, cfg, launch, why) if found.speaks else None
     return Decided(**vars(found) | dict(cfg=cfg, host_limit_bytes=limit, expected=expected))
 
 
 # --- all ranks ---
 
 def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
-    """Puts what rank 0 chooses for all, of stages, subsequences and places, in place of auto. Errors:
-    ConfigError."""
+    """Puts what rank 0 chooses in place of all ranks' auto. Errors: ConfigError."""
     choice = host.objects(together(host, lambda: choose_layout(found, launch) if found.speaks else None))[0]
     assert choice is not None  # rank 0's
     numbers, why = choice
@@ -157,10 +194,9 @@ def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
 
 
 def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
-    """Chooses the CHOSEN_KEYS -> (these, why these, in words): those of the checkpoint, while they fit, for
-    they make the bits of the losses; else what is fastest on a machine of this type. Where that fails for no
-    fault of the user's, those of the checkpoint, or the fewest: an estimate is not worth a run. Errors:
-    ConfigError."""
+    """Chooses the CHOSEN_KEYS -> (these, why, in words): those of the checkpoint, while they fit, for they
+    make the bits of the losses; else the fastest on a machine of this type. Where that fails for no fault of
+    the user's, the checkpoint's, or the fewest: an estimate is not worth a run. Errors: ConfigError."""
     cfg, saved = found.cfg, saved_keys(found.ckpt)
     before, stages = saved_choice(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
@@ -195,8 +231,8 @@ def saved_keys(ckpt: checkpoint.Checkpoint | None) -> Keys:
 
 
 def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Layout | None:
-    """The Layout with the numbers that the checkpoint's run has chosen. None where that was asked something
-    else, or in another layout, or its stages do not fill the world."""
+    """Makes the Layout that the checkpoint's run has chosen. None where that was asked something else, or in
+    another layout, or its stages do not fill the world."""
     saved = saved_keys(ckpt)
     asked = saved | saved.get("asked", {})
     same = saved and all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})
@@ -206,7 +242,7 @@ def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) ->
 
 
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
-    """Find the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
+    """Finds the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
     found = None  # rank 0 looks
     if host.rank == 0:
@@ -221,8 +257,9 @@ def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Pa
 
 
 def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
-    """check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that were
-    passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
+    """Runs check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that
+    were passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before
+    it."""
     passed_over: dict[Path, str] = {}
 
     def attempt() -> tuple[T | None, tuple[Path, str] | None]:
@@ -246,8 +283,8 @@ def set_aside(passed_over: dict[Path, str]) -> None:
 
 
 def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str]) -> IO:
-    """Lock out_dir, and look again whether it holds what was found there: another run may have come first,
-    and ended since. Errors: ConfigError."""
+    """Locks out_dir, and looks whether another run has come and gone since it was checked. Errors:
+    ConfigError."""
     held = lock(found.out, owner)
     there = next((folder for folder in checkpoints(found.out) if folder not in passed_over), None)
     wanted = found.ckpt and found.ckpt.path
@@ -284,8 +321,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
 
 
 def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
-    """The Run of a model that is ready to train. Writes the first files of out_dir. Errors: ConfigError:
-    out_dir cannot be written."""
+    """Makes the Run of a model that is ready to train, and out_dir's first files. Errors: ConfigError."""
     cfg, first = found.cfg, found.ckpt.iter if found.ckpt else 0
     # an optimizer on the host has no room for a copy: its next step waits for the disk
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
@@ -303,7 +339,7 @@ def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, dec
 
 
 def open_loggers(run: Run) -> list:
-    """Write the first files of out_dir -> the loggers. Errors: ConfigError: out_dir cannot be written."""
+    """Writes the first files of out_dir -> the loggers. Errors: ConfigError: out_dir cannot be written."""
     cfg = run.cfg
     try:
         own = Path(run.hf or run.out / OWN)

@@ -20,7 +20,6 @@ from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, gu
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
 from memo.swap.alpha import OutOfHostMemory
-from memo.swap.placement import Placement
 from memo.swap.placing import placed
 from memo.swap.sizes import Sizes, shared_regions
 
@@ -28,14 +27,14 @@ FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth
 
 
 def flops_of_rows(cfg: Layout, x: int, rows: int) -> float:
-    """Of a layer's forward, of one sequence: of the first own rows of subsequence x."""
+    """Counts the FLOPs of a layer's forward, of one sequence: of the first own rows of subsequence x."""
     lengths = subsequence_lengths(cfg)
     before, tokens = sum(lengths[:x]), rows * cfg.cp * cfg.tp // cfg.batch_size
     return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
 
 
 def shares_with(cfg: Layout, parts: Parts) -> Shares:
-    """The Shares of a config."""
+    """Makes the Shares of a config of Parts."""
     ranks = cfg.cp * cfg.tp
     cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
     multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
@@ -46,15 +45,14 @@ def shares_with(cfg: Layout, parts: Parts) -> Shares:
 
 
 def even_shares(cfg: Layout, helping: Helping = helpers) -> Shares:
-    """The Shares where messages are free, and `helping` says who helps: in each slot every stage computes as
-    much."""
+    """Makes the Shares with which, messages free, every stage computes as much in each slot."""
     return shares_with(cfg, even_parts(cfg.pp, cfg.subsequences, helping))
 
 
 def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: int,
                  turns: int) -> tuple[float, float]:
-    """(seconds of a unit's slot, the part of its FLOPs that each of n helpers gets, who take so many units in
-    turns): that with which home, helpers and messages, which hide behind both, are done soonest."""
+    """Finds (seconds of a unit's slot, the part of its FLOPs that each of n helpers gets, who take so many
+    units in turns) with which home, helpers and messages, which hide behind both, are done soonest."""
     def slot_s(part: float) -> float:
         computing = max(1 - part * n, part * turns)
         return max(computing * unit.forward_s, message_s) + max(computing * unit.backward_s, message_back_s)
@@ -65,8 +63,7 @@ def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: in
 
 
 def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
-    """The Parts that are soonest done where `helping` says who may help: all of these, fewer, or nobody where
-    that is not worth its messages."""
+    """Finds the Parts soonest done: all helpers help, fewer, or none where messages outweigh it."""
     found, cfg = Parts(), stages[0].cfg
     free = even_shares(cfg, helping)
     seconds = [lane_seconds(one, free) for one in stages]
@@ -89,7 +86,7 @@ def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
 
 
 def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved], Help, bool], float]:
-    """-> what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
+    """Makes what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
     layer, beside those of the others at the same time, in the forward or `back`."""
     assert home.ends is not None
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
@@ -105,17 +102,15 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved],
     return seconds
 
 
-def kept(facts: StageFacts, shares: Shares) -> Placement:
-    """Of a stage that keeps all activations: what is left are its computing and its messages."""
+def kept(facts: StageFacts, shares: Shares) -> Placed:
+    """Places a stage that keeps all activations: what is left are its computing and its messages."""
     cfg = replace(facts.cfg, shares=shares)
-    p = placed(cfg, 1)
-    return placed(cfg, p.n_units)
+    return Placed(placed(cfg, placed(cfg, 1).n_units), None)
 
 
 def decided_shares(stages: Sequence[StageFacts]) -> Shares:
-    """The Shares that are fastest: all idle stages help all busy ones, or are dealt out to them; before the
-    stages' own subsequences, behind them, both or not at all. All stages must have the same facts, and get
-    the same answer."""
+    """Decides the fastest Shares: idle stages help all busy ones, or are dealt out to them; before their own
+    subsequences, behind them, both or not at all. All stages must have the same facts."""
     cfg = stages[0].cfg
     if not timed(stages):
         return even_shares(cfg)
@@ -132,14 +127,14 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
 
 def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
            typical: Sequence[StageFacts]) -> list[Placed]:
-    """The Placed of each stage where stages compute for each other; `alone`: where none does, which is what
+    """Places the activations of stages that compute for each other; `alone`: where none does, which is what
     they get where that is faster, or host or device have no room for more. `typical`: the facts that say who
     helps, which changes bits: what is known of the machine's type where `stages` have measured theirs, else
     `stages`."""
     measured = typical is not stages
     if measured:
         judged = shared(typical, with_bubbles(typical, [one.alone() for one in typical]), typical)
-        found = tuple(piece for p, _ in judged for piece in p.lent)
+        found = tuple(piece for one in judged for piece in one.placement.lent)
     else:
         found = decided_shares(stages)
     if not found:
@@ -155,24 +150,23 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
         return list(alone)
     if measured:  # what is faster was judged by what is typical
         return together
-    seconds = [micro_batch_s(facts, [p for p, _ in those])
-               for facts, those in ((helped, together), (stages, alone)) if timed(stages)]
+    seconds = [micro_batch_s(*both) for both in ((helped, together), (stages, alone)) if timed(stages)]
     return together if seconds == sorted(seconds) else list(alone)
 
 
 def timed(stages: Sequence[StageFacts]) -> bool:
-    """Whether seconds decide: all stages know theirs."""
+    """Says whether seconds decide: all stages know theirs."""
     return all(one.rates and one.rates.units and one.ends for one in stages)
 
 
 def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
-    """Of the device, for a stage's activations."""
-    nbytes = placed[0].device_bytes(tensors_of(facts.cfg, facts.itemsize))
+    """Counts what the device lacks for a stage's activations."""
+    nbytes = placed.placement.device_bytes(tensors_of(facts.cfg, facts.itemsize))
     return max(0, nbytes - facts.room.spare_bytes)
 
 
 def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
-    """The facts of a stage that shares what it computes: less room is left."""
+    """Makes the facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1)
     taken = sum(shared_regions(Sizes(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1))).values())

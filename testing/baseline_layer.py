@@ -11,10 +11,9 @@ for a micro batch of one sequence; larger ones take more.
 from math import fsum
 
 from memo.config import Config
-from memo.estimate.attention_seconds import hop_s, late_hop, own_kernels
 from memo.estimate.hardware import Machine
 from memo.estimate.pipeline_seconds import rows_of_tp_s
-from memo.estimate.roofline import total
+from memo.estimate.roofline import hop_s, late_hop, own_kernels, total
 from memo.estimate.unit_seconds import Block
 from memo.layer import Operation, layer_of
 from memo.layout import Layout

@@ -177,7 +177,7 @@ def simulated(room, rate):
         units = tuple(layer.units) if len(layer.units) > 1 else ()
         rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
         try:
-            placement, _ = decide(one, 2, rates, room)
+            placement, *_ = decide(one, 2, rates, room)
         except OutOfHostMemory:
             return Judged(0.0, inf, "the host")
         tensors = tensors_of(one, 2)
@@ -206,7 +206,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
             for k in range(9):
                 fixed = replace(one, alpha=k / 8)
                 try:
-                    placement, _ = place_whole(fixed, [problem_of(fixed, 2, None, room)], None)
+                    placement, *_ = place_whole(fixed, [problem_of(fixed, 2, None, room)], None)
                 except OutOfHostMemory:
                     continue
                 tensors = tensors_of(one, 2)
@@ -312,8 +312,9 @@ def test_no_timing_changes_a_bit_of_a_run(dataset, tmp_path, monkeypatch, capsys
         return 10 ** rng.uniform(-9, 3)
     for out in map(str, range(3)):
         if out != "0":
-            monkeypatch.setattr("memo.profiler.least_seconds", least_seconds)
-            monkeypatch.setattr("memo.profiler.copy_rates", lambda *_: (10 ** rng.uniform(0, 14),) * 2)
+            monkeypatch.setattr("memo.estimate.measure.least_seconds", least_seconds)
+            monkeypatch.setattr("memo.estimate.measure.copy_rates",
+                                lambda *_: (10 ** rng.uniform(0, 14),) * 2)
         train.main(argv(dataset, tmp_path / out, n_layer=4, block_size=512, max_iters=2, warmup_iters=0,
                         host_memory_gb=0.01, **keys))
         assert "\nsequence    1 subsequence: chosen, it fits\n" in capsys.readouterr().out

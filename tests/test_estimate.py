@@ -18,16 +18,15 @@ import torch
 
 import train
 from memo import command as commands
-from memo import memory, plots, profiler
+from memo import memory, plots, profiler, run
 from memo.config import Config
 from memo.decide import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import arena, budget, calibrate, expected, hardware, regions, report, search
+from memo.estimate import arena, budget, hardware, measure, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
-from memo.estimate.attention_seconds import own_kernels, ulysses
-from memo.estimate.host import granting
-from memo.estimate.roofline import KERNELS, REST, total
+from memo.estimate.regions import granting
+from memo.estimate.roofline import KERNELS, REST, own_kernels, total, ulysses
 from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.estimate.unit_seconds import Block, UnitSeconds, layer_seconds
 from memo.files import keep, kept_json
@@ -502,7 +501,7 @@ def test_metp_recomputes_mid_alone_or_attention_with_all_that_it_takes():
     mid, half, attention = (got.recompute_s({name: slice(0, rows)}) for name, rows in
                             (("mid", N), ("mid", N // 2), ("attn_out", N)))
     assert got.recompute_s({}) == 0 and mid == got.groups_s["mid"] and attention == got.attention_s
-    assert mid / 2 < half < mid / 2 + got.unit.every_s("broadcast", "qkvp")
+    assert mid / 2 < half < mid / 2 + got.unit.group_s("broadcast", "qkvp", every=True)
     both = got.recompute_s({"attn_out": slice(0, N), "mid": slice(0, N)})
     assert attention < both <= attention + mid and both < got.forward_s
 
@@ -528,7 +527,8 @@ def test_what_has_no_room_does_not_fit():
     told = set()
     for states, n, mode in product(("device", "host"), (1, 8, 32), ("memo", "swap", "recompute")):
         one = Layout.of(cfg, states=states, subsequences=n, activation=mode)
-        found = bool(search.no_room(one, H100, 8)), budget.estimate(one, H100, 8, fast_arena).untimed.fits
+        got = budget.estimate(one, H100, 8, fast_arena)
+        found = bool(search.no_room(got)), got.untimed.fits
         told.add(found)
         assert found != (True, True), one
     assert {(True, False), (False, True)} <= told
@@ -837,7 +837,7 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
 def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     little = replace(hardware.NODES["workstation"], host_memory_bytes=2**18)
     full = hardware.Machine("CPU", little, None, None, None)
-    monkeypatch.setattr(expected, "machine_of", lambda *args: full)
+    monkeypatch.setattr(run, "machine_of", lambda *args: full)
     argv = arguments(dataset, tmp_path, activation="keep", max_iters=1, warmup_iters=0)
     wanted = r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, there are .*--force"
     with pytest.raises(ConfigError, match=wanted):
@@ -861,7 +861,7 @@ def train_in_little(argv, said):
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     cfg = load(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
-    line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+    line = memory.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
     assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, "
                            "estimated at ")
     assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
@@ -880,9 +880,9 @@ def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_larg
     for order, region, knob in (("layer", "key_gradients", "--cp or --tp; "),
                                 ("subsequence", "key_gradients", "--cp or --tp, or --unit_order=layer; ")):
         got = budget.estimate(replace(cfg, unit_order=order), A800, 8, fast_arena)
-        line = search.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+        line = memory.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
         assert "while the regions rounding_buffers, keys, key_gradients, stream grew, estimated at " in line
-        held = {name: got.bytes_of(name)[0] for name in search.ACTIVATIONS}
+        held = {name: got.bytes_of(name)[0] for name in memory.ACTIVATIONS}
         assert max(held, key=held.get) == region and f"; try {knob}" in line.replace("wrong; ", "; ")
         assert f"estimated at {sum(held.values()) / 2**30:.4g} GiB" in line
 
@@ -898,12 +898,12 @@ def test_a_context_too_long_for_the_device_fits_with_subsequences():
 @pytest.mark.slow
 def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "REPEATS", 1)
-    monkeypatch.setattr(calibrate, "ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "LEAST_S", 0.0)
-    matmuls, attentions = calibrate.matmuls, calibrate.attentions  # of fewer rows: less to compute
-    monkeypatch.setattr(calibrate, "matmuls", lambda size, rows, *how: matmuls(size, rows // 64, *how))
-    monkeypatch.setattr(calibrate, "attentions", lambda T, *how: attentions(T // 8, *how))
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "LEAST_S", 0.0)
+    matmuls, attentions = measure.matmuls, measure.attentions  # of fewer rows: less to compute
+    monkeypatch.setattr(measure, "matmuls", lambda size, rows, *how: matmuls(size, rows // 64, *how))
+    monkeypatch.setattr(measure, "attentions", lambda T, *how: attentions(T // 8, *how))
     monkeypatch.setattr(commands, "FIRST_S", 0.01)
     path = hardware.calibration_path(1)
     path.mkdir()
@@ -971,7 +971,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
         code, out, err = command(*preset, capsys=capsys)
         assert code == 2 and err.startswith(f"error: {path}"), text
         assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
-        machine = expected.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1))
+        machine = run.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1))
         assert machine.cpu and machine.speeds is None
     path.unlink()
     err = command(*preset, capsys=capsys)[2]

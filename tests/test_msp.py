@@ -217,9 +217,9 @@ def test_no_step_is_slower_with_help_and_slow_messages_get_none():
         stages = facts_of(cfg, [0.1 + 0.02 * i for i in range(8)], message_s)
         alone = [one.alone() for one in stages]
         found, shares = shared(stages, alone, stages), decided_shares(stages)
-        before, after = (micro_batch_s(facts, [p for p, _ in those]) for facts, those in (
+        before, after = (micro_batch_s(facts, those) for facts, those in (
             (stages, alone), ([with_shares(one, shares) for one in stages], found)))
-        assert after <= before and [p.lent for p, _ in found] == [lent_by(shares, k) for k in range(4)]
+        assert after <= before and [p.lent for p, *_ in found] == [lent_by(shares, k) for k in range(4)]
         helped.append((len(shares), before / after))
     assert helped[0] == max(helped) and helped[0][1] > 1.2 and helped[-1] == (0, 1.0)
     assert helped[1][0] > 0
@@ -231,7 +231,7 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
     for known in (True, False):
         stages = [one if known else replace(one, rates=None) for one in facts_of(cfg, [0.1] * 8, 0.0)]
         alone = [one.alone() for one in stages]
-        nbytes = [p.device_bytes(tensors_of(cfg, 4)) for p, _ in alone]
+        nbytes = [p.device_bytes(tensors_of(cfg, 4)) for p, *_ in alone]
         for more, helps in ((2**32, True), (0, False), (-1, False)):
             room = [replace(one, room=Room(2**50, n + more)) for one, n in zip(stages, nbytes, strict=True)]
             assert (shared(room, alone, room) != alone) == helps
@@ -248,7 +248,7 @@ def test_who_helps_depends_on_no_timing():
         stages = facts_of(cfg, [scale * (0.2 - 0.02 * i) for i in range(8)], 0.0)
         alone = [one.alone() for one in stages]
         for name, facts in (("typical", typical), ("unknown", unknown)):
-            lent = [p.lent for p, _ in shared(stages, alone, facts)]
+            lent = [p.lent for p, *_ in shared(stages, alone, facts)]
             assert seen.setdefault(name, lent) == lent
     shares = even_shares(cfg)
     assert seen["unknown"] == [lent_by(shares, k) for k in range(4)] != seen["typical"]

@@ -142,7 +142,7 @@ def fed(pp, N, layers=2, **keys):
         p = Placement(layers, layers * N, 4096, cuts=(4096 // N,) * N, order="subsequence",
                       stream="whole" if one.has_head else "passed", receives=not one.has_embedding,
                       sends=not one.has_head)
-        stages.append(regions.Stage(one, 10**6, (), p, None, None))
+        stages.append(regions.Stage(one, 10**6, (), p, None, None, None))
     free = dict.fromkeys(("hop_s", "head_s", "embedding_s"), lambda *_: 0.0)
     with patch.multiple(pipeline_seconds, **free):
         return pipeline_seconds.step_s(stages, H100, pp, 2, layer)

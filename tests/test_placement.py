@@ -15,14 +15,13 @@ from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import estimate
-from memo.estimate.expected import machine_of
-from memo.estimate.host import granting, host_capacity
-from memo.estimate.regions import states
+from memo.estimate.regions import granting, host_capacity, states
 from memo.formulas import parameters
 from memo.launch import Launch
 from memo.layer import groups_of, layer_of, tensors_of
 from memo.layout import Layout
 from memo.optim import Optimizer
+from memo.run import machine_of
 from memo.swap import slab
 from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
 from memo.swap.buffers import copy_bytes
@@ -218,7 +217,7 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     assert buffers(replace(CFG, activation="swap"), model, RATES) == (2, inf)
     gpu_with(monkeypatch, 1.5 * whole())
     rates = replace(RATES, recompute_s=dict.fromkeys(groups_of(tensors()), 1))
-    monkeypatch.setattr("memo.profiler.measure", lambda *a: rates)
+    monkeypatch.setattr("memo.memory.measure", lambda *a: rates)
     d = memory.reserve_activations(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
@@ -252,8 +251,8 @@ def reserved(host, keys, limits):
         copy_bytes(pairs)
     model = GPT(cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.profiler.HostSlab", slab_of)
-        m.setattr("memo.profiler.copy_bytes", copied)
+        m.setattr("memo.estimate.measure.HostSlab", slab_of)
+        m.setattr("memo.estimate.measure.copy_bytes", copied)
         decision = memory.reserve_activations(cfg, model, limits[host.rank])
     model.close()
     return moments[:2] if decision.rates else None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memo.decide import Room, problem_of
-from memo.estimate import calibrate
+from memo.estimate import measure
 from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
 from memo.estimate.pipeline_seconds import embedding_s, head_s
 from memo.estimate.step_seconds import step_seconds
@@ -99,7 +99,7 @@ def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
 
 def test_what_is_measured_of_a_message_is_that_message():
     mesh, program = noted_mesh(1, 4, 1)
-    for op, (call, nbytes) in calibrate.messages(2**12, mesh.weights, CPU).items():
+    for op, (call, nbytes) in measure.messages(2**12, mesh.weights, CPU).items():
         program.clear()
         call()
         assert sent(program) == {(op, 4, 1): (1, nbytes)}
@@ -120,9 +120,9 @@ def seconds_behind_computing(host, late):
         now += message_s
         return host.max(*values)
     gather, mesh_host = partial(meet, 0.0, message_s=1e-3), SimpleNamespace(max=meet)
-    with patch.multiple(calibrate, REPEATS=2, BEHIND=2, LEAST_S=0.0), patch.object(
-            calibrate.time, "perf_counter", lambda: now):
-        return calibrate.seconds_of(calibrate.timings_behind(compute, gather, CPU, mesh_host))
+    with patch.multiple(measure, REPEATS=2, BEHIND=2, LEAST_S=0.0), patch.object(
+            measure.time, "perf_counter", lambda: now):
+        return measure.seconds_of(measure.timings_behind(compute, gather, CPU, mesh_host))
 
 
 def always_late(rank, n):

@@ -22,7 +22,7 @@ from bench.gpu_hour.orchestra import ROOT, command_of, read
 from bench.gpu_hour.right import train_here
 from bench.gpu_hour.runs import measured
 from bench.gpu_hour.several import calibrated, own_cache
-from memo.estimate import calibrate, hardware
+from memo.estimate import hardware, measure
 from memo.swap.slab import HostSlab, available
 
 ROUND_S = 0.02
@@ -134,7 +134,7 @@ def calibration(notes, asked):
 
 
 def key_of(name, op):
-    """The entry of the tables that an operation of calibrate.attentions() has with a kernel; None without
+    """The entry of the tables that an operation of measure.attentions() has with a kernel; None without
     tables. What is not known of full calls is taken from causal ones."""
     known = machine_here().speeds.table if machine_here().speeds else {}
     ways = [op.replace("attention", name), op] + [op.replace(" full", "").replace("attention", name),
@@ -150,7 +150,7 @@ def attention(notes, asked):
         for T in lengths[:-1] if rank and len(lengths) > 1 else lengths:
             for causal in (True, False):
                 with notes.trying(f"attention {name} {T}"):
-                    jobs = calibrate.attentions(T, 128, torch.bfloat16, device(), name, causal)
+                    jobs = measure.attentions(T, 128, torch.bfloat16, device(), name, causal)
                     for op, (call, flops) in jobs.items():
                         key, way = key_of(name, op), op.split()[-1]
                         its_own = key and ("full" in op) == ("full" in key) and (
@@ -165,10 +165,10 @@ def attention(notes, asked):
 def others(notes, asked):
     """B4: products, for a moment and for long; in FP8; elementwise kernels; copies."""
     rows, gpu = min(2**16, asked.longest), device()
-    with_fp8 = calibrate.has_fp8(gpu, torch.bfloat16)
+    with_fp8 = measure.has_fp8(gpu, torch.bfloat16)
     for C in [asked.n_embd, asked.n_embd * 5 // 4, 2 * asked.n_embd]:
         with notes.trying(f"products C={C}"):
-            for op, (call, flops) in calibrate.matmuls(C, rows, torch.bfloat16, gpu, with_fp8).items():
+            for op, (call, flops) in measure.matmuls(C, rows, torch.bfloat16, gpu, with_fp8).items():
                 rate(notes, f"{op} C={C}", call, flops, rate_of(op, C), "TFLOP/s")
                 if asked.n_embd == C:
                     rate(notes, f"{op} C={C}, 15 s", lambda call=call: [call() for _ in range(20)],
@@ -177,7 +177,7 @@ def others(notes, asked):
         free_memory()
     with notes.trying("elementwise"):
         nbytes = 2 * rows * asked.n_embd
-        for op, (call, moved) in calibrate.row_passes(nbytes, torch.bfloat16, gpu).items():
+        for op, (call, moved) in measure.row_passes(nbytes, torch.bfloat16, gpu).items():
             rate(notes, op, call, moved, rate_of("memory"), "GB/s", 0.2, **(
                 dict(entry="memory") if op == "copy" else {}))
         del call
@@ -209,7 +209,7 @@ def copies(notes, asked):
     kept, buffers = slab.bytes.view(2, nbytes), torch.zeros(2, nbytes, dtype=torch.uint8, device=device())
     pairs = [(kept[0], buffers[0]), (buffers[1], kept[1])]
     rows = min(2**16, asked.longest)
-    product, _ = calibrate.matmuls(asked.n_embd, rows, torch.bfloat16, device())["matmul"]
+    product, _ = measure.matmuls(asked.n_embd, rows, torch.bfloat16, device())["matmul"]
 
     def copy(which, computing=False):
         if computing:

@@ -36,9 +36,9 @@ def own_cache():
 def calibrated(attention):
     """python -m memo.profiler --calibrate, with the kernel that was asked for."""
     from memo import profiler
-    from memo.estimate import calibrate
-    real = calibrate.resolve_attention
-    with patch.object(calibrate, "resolve_attention", lambda name, *args: real(attention, *args)):
+    from memo.estimate import measure
+    real = measure.resolve_attention
+    with patch.object(measure, "resolve_attention", lambda name, *args: real(attention, *args)):
         profiler.main(["--calibrate", "--device=cuda"])
 
 

@@ -7,11 +7,10 @@ from bench.papers.page import DRY, MILLION, Part, cell, points, thousands
 from bench.papers.rivals import A800, of_rival
 from memo.choose import degrees_of
 from memo.estimate.arena import fast_arena
-from memo.estimate.attention_seconds import own_kernels
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of
-from memo.estimate.roofline import total
+from memo.estimate.roofline import own_kernels, total
 from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import tensors_of

@@ -22,7 +22,7 @@ from memo.load_config import load_keys
 
 
 def figure(name: str) -> Field[Value]:
-    """The option of a figure of the hardware, with generous bounds."""
+    """Makes the option of a figure of the hardware, with generous bounds."""
     if name.endswith("memory_bytes"):
         return option(f"--{name}", float, least=1.0, most=1e18, why="no cluster has as much")
     if name == "multiprocessors" or "gpus" in name:
@@ -52,7 +52,7 @@ def estimate_help() -> str:
 
 
 def read_number(f: Field[Value], text: str) -> float:
-    """A number as in 2e12, of option `f`. Errors: ConfigError."""
+    """Reads a number as in 2e12, of option `f`. Errors: ConfigError."""
     try:
         value = number_of(text, float)
     except ValueError:
@@ -64,7 +64,7 @@ def read_number(f: Field[Value], text: str) -> float:
 
 
 def read_argv(argv: list[str]) -> tuple[Keys, Keys]:
-    """(our own options and flags, the config's keys). After --help the process ends. Errors: ConfigError."""
+    """Splits a command line -> (our own options and flags, the config's keys). Errors: ConfigError."""
     if {"--help", "-h"} & set(argv):
         print(estimate_help())
         sys.exit()
@@ -99,24 +99,15 @@ from memo.backends import check_matmul
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.hardware import GIB, Machine
-from memo.estimate.host import STATES_BYTES, granting
-from memo.estimate.report import (
-    HEADING,
-    advice,
-    as_dict,
-    billions,
-    draw_estimate,
-    limit_of,
-    summary,
-    table,
-)
+from memo.estimate.regions import STATES_BYTES, granting
+from memo.estimate.report import HEADING, advice, as_dict, billions, draw_estimate, limit_of, summary, table
 from memo.estimate.search import longest, longest_of_layouts, search
 from memo.formulas import parameters, percent
 from memo.schedule.listing import listing
 
 
 def local_vocab_size(dataset: str) -> int:
-    """Vocabulary of the dataset on this disk; 0 where there is none."""
+    """Looks up the vocabulary of the dataset on this disk; 0 where there is none."""
     folder = ROOT / "data" / dataset
     with suppress(ConfigError):
         n = load_json((folder if folder.is_dir() else Path(dataset)) / "meta.json", "").get("vocab_size")
@@ -125,7 +116,7 @@ def local_vocab_size(dataset: str) -> int:
 
 
 def prepare(argv: list[str]) -> tuple[Config, Machine, int, Keys]:
-    """(cfg, machine, world, options). Errors: ConfigError."""
+    """Reads a command line -> (cfg, machine, world, options). Errors: ConfigError."""
     options, keys = read_argv(argv)
     if keys.get("pp") == "auto" and "gpus" not in options:
         raise ConfigError("pp=auto needs the number of ranks that stages are to be found for; give --gpus=")
@@ -145,7 +136,7 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, Keys]:
 # --- for people ---
 
 def check_size(cfg: Config, machine: Machine, world: int) -> None:
-    """Errors: ConfigError where no sharing out could make the model's states fit."""
+    """Checks that sharing out could make the model's states fit. Errors: ConfigError."""
     if cfg.states in ("auto", "host") or machine.memory_bytes is None:
         return
     whole = itemsize_of(cfg, machine) * (cfg.states == "device")  # of what comes the masters are enough
@@ -160,7 +151,7 @@ def check_size(cfg: Config, machine: Machine, world: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line -> the exit code: 0 where the run fits, else 1. Errors: ConfigError, bad input."""
+    """Runs the command line -> the exit code: 0 where the run fits, else 1. Errors: ConfigError."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
     check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))

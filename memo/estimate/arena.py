@@ -74,8 +74,7 @@ HEAD_ROW_TENSORS = 4  # tensors (rows, C) in the run's dtype
 
 
 class ArenaBytes(NamedTuple):
-    """Bytes of the arena of temporary tensors: of layers and embedding, and the bytes that the head takes
-    beyond these."""
+    """Bytes of the arena of temporary tensors: without the head, and what the head takes beyond these."""
 
     transient: int
     head: int
@@ -88,7 +87,7 @@ TraceOf = Callable[[Keys], Trace]
 # --- the arena of temporary tensors ---
 
 def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
-    """The ArenaBytes of a step's Trace, planned as the run plans it."""
+    """Plans a step's Trace as the run does -> its ArenaBytes."""
     def peak(trace: Trace) -> int:
         return plan_trace(trace, solver, ALIGNMENT[device], PLANNING_S).arena_bytes
     layers = [event for label, events in trace.segments.items() if not label.endswith("head")
@@ -97,23 +96,22 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 
 
 def shortest(cfg: Layout, layers: int = 1) -> Layout:
-    """The config with so many layers in each stage, and the fewest stages of which one, its own, has an
-    embedding and a head where cfg's has them."""
+    """Leaves each stage so many layers, and the fewest stages of which one, its own, has an embedding and a
+    head where cfg's has them."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
     return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding), shares=())
 
 
 @cache
 def source_digest() -> bytes:
-    """That of all sources, read once: a tracer that stays has those of its start."""
+    """Digests all sources, once: a tracer that stays has those of its start."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(
         [*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]))).digest()
 
 
 @cache
 def tracer() -> tuple[subprocess.Popen[str], IO[str]]:
-    """(a process that traces, and stays, for it needs torch, which takes seconds to import; its stderr).
-    The process ends with this one."""
+    """Starts a process that traces, and stays, for importing torch takes seconds -> (it, its stderr)."""
     errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
     process = subprocess.Popen([sys.executable, "-m", TRACER, "-"], text=True, stderr=errors, cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -123,13 +121,13 @@ def tracer() -> tuple[subprocess.Popen[str], IO[str]]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Closes its stdin, with which it ends, and waits for it."""
+    """Ends a tracer by closing its stdin, and waits for it."""
     with suppress(OSError), process:
         pass
 
 
 def trace_elsewhere(keys: Keys) -> Trace:
-    """The Trace of the keys of traced_arena, by another process. Errors: ConfigError."""
+    """Traces the keys of traced_arena in another process. Errors: ConfigError."""
     if tracer()[0].poll() is not None:  # it died meanwhile
         tracer.cache_clear()
     process, errors = tracer()
@@ -149,7 +147,7 @@ def trace_elsewhere(keys: Keys) -> Trace:
 
 
 def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
-    """The ArenaBytes of a rank, from the cache or from trace({key of the config, stage, threads or
+    """Takes the ArenaBytes of a rank from the cache or from trace({key of the config, stage, threads or
     multiprocessors: value}). Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     names = REQUEST_KEYS + SEVERAL_KEYS * (cfg.subsequences > 1)
@@ -163,25 +161,18 @@ def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = trace_elsewhere
     (folder, _), name = cache_place(), f"arena-{key.hexdigest()[:16]}.json"
     if folder is not None:
         with suppress(Exception):  # not there, or not what was written
-            return checked_arena_bytes(kept_json(folder, name), keys)
+            stored = kept_json(folder, name)
+            arena = ArenaBytes(**stored["arena"])
+            if stored["keys"] == keys and all(type(n) is int and 0 <= n < 2**63 for n in arena):
+                return arena
     arena = planned_arena_bytes(trace(keys), cfg.solver, device)
     keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
     return arena
 
 
-def checked_arena_bytes(stored: Keys, keys: Keys) -> ArenaBytes:
-    """The ArenaBytes that a file holds for `keys`. Raises any exception where the file is damaged or of other
-    keys."""
-    arena = ArenaBytes(**stored["arena"])
-    if stored["keys"] != keys or not all(type(n) is int and 0 <= n < 2**63 for n in arena):
-        raise ValueError("it is not the arena that was asked for")
-    return arena
-
-
 def fast_arena(cfg: Layout, machine: Machine, scale: float = 1.0) -> ArenaBytes:
-    """A bound of the ArenaBytes, without a trace: the largest of attention over a group of heads, a chunk
-    of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces. `scale` multiplies
-    it."""
+    """Bounds the ArenaBytes, times `scale`, without a trace: the largest of attention over a group of heads,
+    a chunk of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces."""
     layer = STATISTICS * (metp_layer_bytes if cfg.metp else megatron_layer_bytes)(cfg, machine)
     layer += backends.TE_WORKSPACE_BYTES * (cfg.ops == "te" and cfg.matmul == "fp8")
     head = head_bytes(cfg, itemsize_of(cfg, machine), machine.cpu)
@@ -189,7 +180,7 @@ def fast_arena(cfg: Layout, machine: Machine, scale: float = 1.0) -> ArenaBytes:
 
 
 def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
-    """Of fast_arena, what a layer takes."""
+    """Bounds the bytes of a layer by tensor parallelism."""
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     rows, f = cfg.batch_size * S // cfg.cp, 4 / e  # f: fp32 in units of e
     own, chunk, gathered = chunk_bytes(cfg, e)
@@ -218,10 +209,9 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
 
 
 def fp8_bytes(cfg: Layout, itemsize: int, gradients: float, cpu: bool) -> float:
-    """A bound of the bytes of FP8 products, of a piece of rows of all tp ranks: the gradient of an activation
-    of the MLP beside operands, or those of a weight's gradient, one of which may be twice there, and this in
-    fp32, or a gradient of x in two parts, beside `gradients` of q, k and v. In FP8 an element takes a byte.
-    """
+    """Bounds the bytes of FP8 products, of a piece of rows of all tp ranks: the gradient of an activation of
+    the MLP beside operands; operands of a weight's gradient, one maybe twice, and this in fp32; or a gradient
+    of x in two parts beside `gradients` of q, k and v. An element takes a byte."""
     C, F, e, (_, chunk, _) = cfg.n_embd, cfg.inner_width / cfg.tp, itemsize, chunk_bytes(cfg, itemsize)
     rows, Q = chunk // (C * e), cfg.n_head * cfg.head_width / cfg.tp
     if cfg.tp > 1 and not cpu:  # two pieces under way have so many
@@ -232,7 +222,7 @@ def fp8_bytes(cfg: Layout, itemsize: int, gradients: float, cpu: bool) -> float:
 
 
 def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
-    """A bound of the bytes of a layer by METP. Its backward takes most: beside the matrices on their way a
+    """Bounds the bytes of a layer by METP. Its backward takes most: beside the matrices on their way a
     gradient (n, C), and q, k, v and the gradient of attention's output, of a group of heads, or a piece of
     rows of a norm's output and of the MLP's inside. Embedding and head are as in tensor parallelism."""
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
@@ -269,12 +259,13 @@ def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
 
 
 def tokens_at_once(cfg: Layout) -> int:
-    """Of a sequence: those of the longest subsequence."""
+    """Counts the tokens of a sequence's longest subsequence."""
     return max(subsequence_lengths(cfg))
 
 
 def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
-    """Bytes of a chunk of own rows (rows, C); of one of all tp ranks' rows; of gathered ones, at a time."""
+    """Counts the bytes of a chunk of own rows (rows, C), of all tp ranks' rows, of gathered ones at a
+    time."""
     rows = cfg.batch_size * tokens_at_once(cfg) // cfg.cp
     own = rows // cfg.tp
     one, chunk = (min(n, CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
@@ -282,9 +273,9 @@ def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
 
 
 def message_bytes(cfg: Layout, itemsize: int) -> int:
-    """METP: the most bytes of matrices and of their fp32 gradients at a time, on their way or in use: in the
-    backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of two
-    groups' gradients beside the MLP's last ones."""
+    """Counts the most bytes of METP's matrices and their fp32 gradients at a time, on their way or in use: in
+    the backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of
+    two groups' gradients beside the MLP's last ones."""
     part, group = (sum(elements.values()) for elements in travelling(cfg))
     itemsize = 1 if cfg.matmul == "fp8" else itemsize
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
@@ -295,8 +286,8 @@ def message_bytes(cfg: Layout, itemsize: int) -> int:
 
 
 def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: int) -> float:
-    """A bound of the bytes of attention over a group of so many heads, with those of its kernel. `group`,
-    `kv`: bytes of the group's queries, and of its keys."""
+    """Bounds the bytes of attention over a group of so many heads, its kernel's too. `group`, `kv`: bytes of
+    the group's queries, and of its keys."""
     e, D, ulysses = itemsize_of(cfg, machine), cfg.head_width, cfg.context_parallel == "ulysses"
     cp, own_heads = cfg.token_ranks, cfg.n_head // (1 if cfg.metp else cfg.tp)
     S = tokens_at_once(cfg)
@@ -335,8 +326,7 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
 
 
 def head_bytes(cfg: Layout, itemsize: int, cpu: bool = False) -> int:
-    """Bytes of a chunk of the head: logits, their softmax and gradient, a few tensors (rows, C); none in a
-    stage without it."""
+    """Counts the bytes of a chunk of the head: logits, softmax, gradient, tensors (rows, C). 0: no head."""
     if not cfg.has_head:
         return 0
     V = cfg.padded_vocab_size / cfg.tp
@@ -347,5 +337,5 @@ def head_bytes(cfg: Layout, itemsize: int, cpu: bool = False) -> int:
 
 
 def itemsize_of(cfg: Config, machine: Machine) -> int:
-    """Bytes of an element in the dtype of the run."""
+    """Counts the bytes of an element in the dtype of the run."""
     return {"auto": 4 if machine.cpu else 2, "float32": 4, "bfloat16": 2}[cfg.dtype]

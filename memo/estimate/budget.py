@@ -17,9 +17,18 @@ from memo.decide import Placed, Rates, Room, margin_bytes, problems_of, spare_by
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import GIB, Machine
-from memo.estimate.host import fullest_node_bytes, host_capacity, host_share
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
-from memo.estimate.regions import Line, Stage, activation_lines, cpu_spare, lane_bytes, states
+from memo.estimate.regions import (
+    Line,
+    Stage,
+    activation_lines,
+    cpu_spare,
+    fullest_node_bytes,
+    host_capacity,
+    host_share,
+    lane_bytes,
+    states,
+)
 from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
@@ -30,7 +39,7 @@ from memo.swap.placement import Placement
 
 
 class Lack(NamedTuple):
-    """Bytes that lack, and `where`; the `reason`, "oom" or "oohm" of a node's memory; why, a sentence."""
+    """How many bytes lack, and `where`; the `reason`, "oom" or "oohm" of a node's memory; why, a sentence."""
 
     nbytes: int
     where: str
@@ -38,14 +47,24 @@ class Lack(NamedTuple):
     why: str
 
 
+class Beside(NamedTuple):
+    """What a stage has beside its activations: parameters, with padding; Lines, but for temporary tensors;
+    bytes of these, and what the head takes more; the room that is left."""
+
+    numel: int
+    lines: list[Line]
+    transient: int
+    head: int
+    room: Room
+
+
 @dataclass(eq=False)
 class Estimate:
-    """Of a config with numbers, `decided`, on `world` ranks of a machine; arena(cfg, machine) -> ArenaBytes.
-    What takes time is found when it is first asked for: bytes of all `stages`, and of one of these, `shown`:
-    that which lacks most memory, or is fullest; then seconds, empty where no speeds are known. Bytes are a
-    rank's of that stage, `host_bytes` and capacity a node's. `chosen`: why there are so many stages and
-    subsequences where they were auto, as in `asked`. Errors: ConfigError for what cannot be, a layout that
-    does not fill the world; not for what does not fit."""
+    """Says what a config with numbers, `decided`, needs and gives on `world` ranks of a machine; arena(cfg,
+    machine) -> ArenaBytes. Found when first asked for are bytes of all `stages`, of one, `shown`, then
+    seconds, empty where no speeds are known. Bytes are a rank's of that stage, `host_bytes` and capacity a
+    node's. `chosen`: why these numbers, where they were auto in `asked`. Errors: ConfigError for what cannot
+    be, a layout that does not fill the world; not for what does not fit."""
 
     decided: Layout
     machine: Machine
@@ -81,20 +100,26 @@ class Estimate:
 
     @cached_property
     def untimed(self) -> "Estimate":
-        """The Estimate where no speeds are known, and every copy hides: whether a run fits is found faster
-        so, and depends on no seconds."""
-        return self.on(replace(self.machine, speeds=None), self.arena) if self.machine.speeds else self
+        """Estimates without speeds, where every copy hides: that is faster, and says whether it fits."""
+        if not self.machine.speeds:
+            return self
+        return self.on(replace(self.machine, speeds=None), self.arena).but(besides=self.besides)
 
     # --- bytes ---
 
     @cached_property
+    def besides(self) -> dict[tuple[bool, bool, int], Beside]:
+        """Finds what a stage of each kind has beside its activations."""
+        return {one.stage_kind: beside_activations(one, self.machine, self.world, self.arena)
+                for one in {one.stage_kind: one for one in self.decided.every_stage[::-1]}.values()}
+
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return every_stage(self.decided, self.machine, self.world, self.arena)
+        return every_stage(self)
 
     @cached_property
     def shown(self) -> Stage:
-        """The stage that lacks most bytes, of device and host together; where none lacks any, that with most
-        on the device."""
+        """Finds the stage that lacks most bytes, else that with most on the device."""
         host = host_share(self.decided, self.machine, self.world)
 
         def lacking(stage: Stage) -> float:
@@ -103,7 +128,7 @@ class Estimate:
 
     @property
     def cfg(self) -> Layout:
-        """`decided`, of the stage that is shown."""
+        """Shows `decided` of the stage that is shown."""
         return self.shown.cfg
 
     @property
@@ -142,7 +167,7 @@ class Estimate:
         return self.node_bytes(lambda stage: stage.host_bytes)
 
     def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
-        """The sum over the ranks of a node, those of the fullest one."""
+        """Adds up what the ranks of the fullest node have."""
         return fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
 
     # --- whether it fits ---
@@ -153,23 +178,23 @@ class Estimate:
 
     @cached_property
     def lacks(self) -> list[Lack]:
-        """What device and host have too little of."""
-        stage, why = f"stage {self.cfg.stage}" if self.decided.pp > 1 else "it", self.shown.lacks
+        """Lists what device and host have too little of."""
+        def lack(where: str, reason: str, who: str, what: str, needs: int, has: int) -> Lack:
+            return Lack(max(0, needs - has), where, reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, "
+                        f"there are {has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much")
+        several, why = self.decided.pp > 1, self.shown.lacks
+        stage = f"stage {self.cfg.stage}" if several else "it"
         if self.capacity is not None:
-            device = "the device", "oom", stage, "device memory", self.device_bytes, self.capacity
+            device = lack("the device", "oom", stage, "device memory", self.device_bytes, self.capacity)
         else:  # one memory for both
-            device = ("the device", "oohm", "it", "memory on a node",
-                      self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),
-                      int(self.machine.node.host_memory_bytes * alpha.HOST_SHARE))
-        host = ("the host", "oohm", "it", "host memory to swap to on a node", self.host_bytes,
-                self.host_capacity)
-        on_device, on_host = (
-            Lack(max(0, needs - has), where, reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, there "
-                 f"are {has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much")
-            for where, reason, who, what, needs, has in (device, host))
+            device = lack("the device", "oohm", "it", "memory on a node",
+                          self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),
+                          int(self.machine.node.host_memory_bytes * alpha.HOST_SHARE))
+        host = lack("the host", "oohm", "it", "host memory to swap to on a node", self.host_bytes,
+                    self.host_capacity)
         if why:
-            on_host = on_host._replace(why=f"{stage}: {why}" if self.decided.pp > 1 else why)
-        return [on_device] * (on_device.nbytes > 0) + [on_host] * (on_host.nbytes > 0 or why is not None)
+            host = host._replace(why=f"{stage}: {why}" if several else why)
+        return [device] * (device.nbytes > 0) + [host] * (host.nbytes > 0 or why is not None)
 
     @property
     def fits(self) -> bool:
@@ -177,7 +202,7 @@ class Estimate:
 
     @property
     def reason(self) -> str | None:
-        """None where it fits, else "oom" or "oohm"."""
+        """Says which memory lacks, "oom" or "oohm"; None where none does."""
         return self.lacks[0].reason if self.lacks else None
 
     @property
@@ -186,14 +211,14 @@ class Estimate:
 
     @property
     def only_tight(self) -> bool:
-        """Whether it would fit without the margin of device memory, all stages of it."""
+        """Says whether it would fit, all stages of it, without the margin of device memory."""
         beside_margins = max(stage.device_bytes - stage.bytes_of("margin")[0] for stage in self.stages)
         return ([lack.reason for lack in self.lacks] == ["oom"] and beside_margins <= (self.capacity or 0)
                 and not any(stage.lacks for stage in self.stages))
 
     @property
     def judged(self) -> Judged:
-        """What choose() asks of it."""
+        """Answers what choose() asks."""
         seconds = self.seconds.get("step", 0.0) / self.decided.micro_batches(self.dp)
         if self.fits:  # a bubble shrinks with more subsequences, too
             return Judged(seconds, copies=self.alpha is not None or self.decided.pp > 1)
@@ -205,7 +230,6 @@ class Estimate:
 
     @cached_property
     def layer(self) -> LayerSeconds | None:
-        """Seconds of a layer, where speeds are known."""
         return modelled_layer(self.decided, self.machine)
 
     @cached_property
@@ -214,7 +238,7 @@ class Estimate:
         return step_s(self.stages, self.machine, self.world, self.itemsize, layer) if layer else {}
 
     def rate(self, step_s: float) -> float:
-        """Tokens per GPU and second."""
+        """Counts the tokens per GPU and second."""
         cfg = self.decided
         return tgs(cfg.batch_size * cfg.micro_batches(self.dp) * cfg.block_size, self.world, step_s)
 
@@ -224,7 +248,7 @@ class Estimate:
 
     @property
     def most_tgs(self) -> float:
-        """Its tgs at most, as it would be found without seconds."""
+        """Bounds its tgs, with no schedule simulated."""
         layer = self.layer
         return self.rate(least_s(self.untimed.stages, self.world, layer)) if layer else inf
 
@@ -235,7 +259,7 @@ class Estimate:
 
     @property
     def binds(self) -> str:
-        """What keeps this from being faster."""
+        """Says what keeps this from being faster."""
         names = {"overlap": "PCIe", "host": "host memory", "device": "device memory"}
         if not self.fits:
             return "device memory" if self.reason == "oom" else "host memory"
@@ -243,38 +267,27 @@ class Estimate:
 
     @property
     def layer_offload_s(self) -> float | None:
-        """Of a layer that is swapped, all its units; None where none is."""
+        """Counts the seconds to copy a layer that is swapped, all its units; None where none is."""
         if self.plan is None or self.alpha is None:
             return None
         return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
 
 
 def decided(facts: StageFacts) -> tuple[Placed, str | None]:
-    """(what a stage decides for itself, message of OutOfHostMemory or None)."""
+    """Decides for one stage alone -> (Placed, message of OutOfHostMemory or None)."""
     try:
         return facts.alone(), None
     except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
         problems = problems_of(facts.cfg, facts.itemsize, facts.rates, facts.room)
         problem = min(problems, key=lambda problem: problem.least_bytes)
         least = problem.least_bytes if facts.cfg.finds_alpha else alpha.ANY_HOST
-        placement, plan = replace(facts, room=replace(facts.room, host_bytes=least)).alone()
-        assert plan is not None  # of a mode that copies
-        return (placement, replace(plan, limits=problem.limits)), str(e)
-
-
-class Beside(NamedTuple):
-    """Of a stage: its parameters, with padding; the Lines of what lies beside its activations, but for
-    temporary tensors; bytes of these, and what the head takes more; the room for activations."""
-
-    numel: int
-    lines: list[Line]
-    transient: int
-    head: int
-    room: Room
+        found = replace(facts, room=replace(facts.room, host_bytes=least)).alone()
+        assert found.plan is not None  # of a mode that copies
+        return found._replace(plan=replace(found.plan, limits=problem.limits)), str(e)
 
 
 def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> Beside:
-    """The Beside of a config that says which stage."""
+    """Finds the Beside of a config that says which stage."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
     numel, _, lines = states(cfg, machine, world, itemsize)
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
@@ -296,7 +309,7 @@ def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf
 
 def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lacks: str | None,
                 data: int) -> Stage:
-    """The Stage of a config that says which one. `data`: ranks that share its optimizer."""
+    """Adds up the Stage of a config that says which one. `data`: ranks that share its optimizer."""
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
     lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize, data),
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
@@ -308,14 +321,14 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
 
 
 def modelled_layer(cfg: Layout, machine: Machine) -> LayerSeconds | None:
-    """Seconds of a layer, where speeds are known."""
+    """Models the seconds of a layer, where speeds are known."""
     itemsize = itemsize_of(cfg, machine)
     known = machine.speeds is not None and machine.speeds.itemsize == itemsize
     return layer_seconds(cfg, machine, itemsize) if known else None
 
 
 def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> StageFacts:
-    """The StageFacts of a config that says which stage, as far as speeds are known."""
+    """Models the StageFacts of a config that says which stage, as far as speeds are known."""
     itemsize, layer = itemsize_of(cfg, machine), modelled_layer(cfg, machine)
     if layer is None:
         return StageFacts(cfg, itemsize, None, room, None)
@@ -327,34 +340,29 @@ def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> Sta
     return StageFacts(cfg, itemsize, rates, room, ends)
 
 
-def every_stage(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> tuple[Stage, ...]:
-    """The Stages of a config. What those that are alike have in common is looked at once."""
-    known: dict[tuple[bool, bool, int], tuple[Beside, Placed, str | None]] = {}
-    itemsize, facts = itemsize_of(cfg, machine), []
-    for one in cfg.every_stage:
-        kind = one.stage_kind
-        beside = known[kind][0] if kind in known else beside_activations(one, machine, world, arena)
-        facts.append(modelled_facts(one, machine, world, beside.room))
-        if kind not in known:
-            known[kind] = beside, *decided(facts[-1])
-    besides, alone, lacks = zip(*(known[stage.cfg.stage_kind] for stage in facts), strict=True)
+def every_stage(got: Estimate) -> tuple[Stage, ...]:
+    """Makes the Stages of an Estimate; what those that are alike have in common is looked at once."""
+    cfg, machine, world = got.decided, got.machine, got.world
+    facts = [modelled_facts(one, machine, world, got.besides[one.stage_kind].room) for one in cfg.every_stage]
+    of_kinds = {kind: decided(one) for kind, one in {one.cfg.stage_kind: one for one in facts[::-1]}.items()}
+    alone, lacks = zip(*(of_kinds[one.cfg.stage_kind] for one in facts), strict=True)
     together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
     if cfg.msp and not any(lacks):
         typical = facts if not machine.measured else [
             modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
         together = shared(facts, together, typical)
     found, made = [], dict[tuple[object, ...], Stage]()
-    for stage, beside, placed, lack in zip(facts, besides, together, lacks, strict=True):
+    for stage, placed, lack in zip(facts, together, lacks, strict=True):
         like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
         if like not in made:
-            made[like] = stage_bytes(stage.cfg, itemsize, beside, placed, lack, world // (cfg.pp * cfg.tp))
+            made[like] = stage_bytes(stage.cfg, got.itemsize, got.besides[stage.cfg.stage_kind], placed, lack,
+                                     world // (cfg.pp * cfg.tp))
         found.append(replace(made[like], cfg=stage.cfg))
     return tuple(found)
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
-    """The Estimate of a config; where it leaves numbers open, of what choose_fastest() takes. Errors: as
-    Estimate."""
+    """Makes the Estimate of a config, of what choose_fastest() takes where numbers are open. Errors: its."""
     if cfg.undecided:
         return choose_fastest(cfg, machine, world).on(machine, arena)
     got = Estimate(cfg if isinstance(cfg, Layout) else Layout.of(cfg), machine, world, arena, cfg)
@@ -363,8 +371,8 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
 
 
 def choose_fastest(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
-    """Chooses what a config leaves open -> its Estimate on a machine of that type, which is the judge, with a
-    bound of the temporary tensors; where no speeds are known of the type, by room alone."""
+    """Chooses what a config leaves open -> its Estimate on a machine of that type, with a bound of the
+    temporary tensors; where no speeds are known of the type, by room alone."""
     def judge(got: Estimate) -> Judged:
         # to simulate a schedule takes long; shares of msp, which take memory, are dealt by seconds
         return (got if cfg.msp or got.untimed.fits else got.untimed).judged

@@ -22,8 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GPU:
-    """`peak_flops_per_s`: dense bf16. `memory_bytes`: what CUDA reports in all. `node`: the one it usually
-    comes in."""
+    """Peak: dense bf16. `memory_bytes`: what CUDA reports in all. `node`: the one it usually comes in."""
 
     pattern: str  # of the whole name that CUDA reports
     peak_flops_per_s: float
@@ -36,8 +35,7 @@ class GPU:
 
 @dataclass(frozen=True)
 class Node:
-    """`pcie_bytes_per_s`: what each GPU gets while all of the node copy at once. `network_bytes_per_s`: to
-    other nodes."""
+    """PCIe: what each GPU gets while all of the node copy at once. Network: to other nodes."""
 
     gpus_per_node: int
     host_memory_bytes: int
@@ -151,7 +149,7 @@ Part = float | list[Point]  # of a peak, of all sizes or of each
 
 
 def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
-    """{operation: [(keys, its part of a peak of `tflops`)]}."""
+    """Makes {operation: [(keys, its part of a peak of `tflops`)]}."""
     return {op: [(keys, rate / tflops) for keys, rate in zip(KEYS_OF_TFLOPS, rates, strict=True)]
             for op, rates in kernels.items()}
 
@@ -185,13 +183,13 @@ LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are th
 
 
 def parts_by_size(part: Part, of: float) -> list[Point]:
-    """[(size, part of a peak `of`)], where one part stands for all sizes."""
+    """Lists [(size, part of a peak `of`)], where one part stands for all sizes."""
     return [(size, of * p) for size, p in (part if isinstance(part, list) else [(1, part)])]
 
 
 class Speeds:
     """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that
-    are not listed those of "memory". What `size` is, roofline.py says with each operation. `overhead_s`: of
+    are not listed those of "memory". roofline.py says with each operation what `size` is. `overhead_s`: of
     one kernel, at least. `itemsize`: of the dtype that they are for."""
 
     def __init__(self, table: Mapping[str, Sequence[Point]], overhead_s: float = 0.0,
@@ -200,7 +198,7 @@ class Speeds:
         self.overhead_s, self.itemsize = overhead_s, itemsize
 
     def rate(self, op: str, size: float = 1) -> float:
-        """Per second, log-linear between the sizes that are known, constant beyond them."""
+        """Looks up the amount of a second: log-linear between known sizes, constant beyond them."""
         points = self.table.get(op) or self.table["memory"]
         for (a, slow), (b, fast) in pairwise(points):
             if size < b:
@@ -215,10 +213,9 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is estimated for. `peak_flops_per_s` is None where it is not known, `speeds` where nothing
-    was measured or published, `memory_bytes` (of the device) where the device is the host, a CPU. `threads`:
-    of a rank there. `capability`, as (9, 0), and `multiprocessors`: of a GPU. `measured`: whether the speeds
-    are those that --calibrate found."""
+    """What a run is estimated for. None are `peak_flops_per_s` that are not known, `speeds` that nobody
+    measured or published, `memory_bytes` where the device is the host, a CPU. `threads`: of a rank there.
+    `capability`, as (9, 0), and `multiprocessors`: of a GPU. `measured`: by --calibrate, the speeds."""
 
     name: str
     node: Node
@@ -236,8 +233,8 @@ class Machine:
 
     @property
     def of_its_type(self) -> "Machine":
-        """The same with the speeds that are known of its type in place of measured ones, or without any: what
-        changes the bits of a run must not depend on how busy the machine was."""
+        """Puts the speeds that are known of its type, or none, in place of measured ones: what changes the
+        bits of a run must not depend on how busy the machine was."""
         if not self.measured:
             return self
         if (short := gpu_named(self.name)) is None:
@@ -248,15 +245,16 @@ class Machine:
         return replace(self, speeds=like.speeds, node=node, measured=False)
 
     def seconds(self, op: str, amount: float, size: float = 1) -> float:
-        """Seconds of an operation on a rank: see Speeds."""
+        """Counts the seconds of an operation on a rank: see Speeds."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         return self.speeds.seconds(op, amount, size)
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
-        """Seconds of so many bytes that a rank sends to the others of its group: each stride-th of `span`
-        ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums, broadcasts
-        and reductions go through the ports of all the group's GPUs of a node. A message that is shorter than
-        all that were measured takes as long as the shortest; what was measured has the launch in it."""
+        """Counts the seconds of so many bytes that a rank sends to the others of its group: each stride-th of
+        `span` ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums,
+        broadcasts and reductions go through the ports of all the group's GPUs of a node. A message that is
+        shorter than all that were measured takes as long as the shortest; what was measured has the launch in
+        it."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if nbytes and op in self.speeds.table:
             nbytes = max(nbytes, self.speeds.table[op][0][0])
@@ -275,9 +273,9 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value) -> Machine:
-    """The Machine of a GPU's short name and a node's, or "here": what was measured on this one with so many
-    ranks. Each figure of GPU or node can be given by its name (device_memory_bytes for the GPU's memory).
-    Errors: ConfigError with the nearest names."""
+    """Makes the Machine of a GPU's short name and a node's, or "here": what was measured on this one with so
+    many ranks. Each figure of GPU or node can be given by its name (device_memory_bytes for the GPU's
+    memory). Errors: ConfigError with the nearest names."""
     if "device_memory_bytes" in figures:
         figures["memory_bytes"] = figures.pop("device_memory_bytes")
     if node and node not in NODES:
@@ -292,8 +290,8 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value)
             raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was "
                               "measured; leave it out, or give a --gpu by name")
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
-        hidden = {"hidden": [(1, REST["hidden"])]}  # which is not measured
-        hidden = {} if measured["memory_bytes"] is None else hidden
+        # which is not measured
+        hidden = {} if measured["memory_bytes"] is None else {"hidden": [(1, REST["hidden"])]}
         return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
                        figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
                        Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
@@ -314,7 +312,7 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value)
 
 
 def known_figures(kind: type) -> set[str]:
-    """The names of a GPU's or a Node's figures."""
+    """Lists the names of a GPU's or a Node's figures."""
     return {f.name for f in fields(kind) if f.type is not str}
 
 
@@ -328,7 +326,7 @@ FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 
 def calibration_path(ranks: int) -> Path:
-    """Where the calibration of so many ranks is kept. Errors: ConfigError where nothing can be."""
+    """Finds where the calibration of so many ranks is kept. Errors: ConfigError where nothing can be."""
     folder, why = cache_place()
     if folder is None:
         raise ConfigError(f"a calibration cannot be kept: {why}")
@@ -336,8 +334,7 @@ def calibration_path(ranks: int) -> Path:
 
 
 def calibration(ranks: int) -> JsonObject:
-    """What --calibrate measured on this machine with so many ranks at once. Errors: ConfigError where it did
-    not."""
+    """Reads what --calibrate measured here with so many ranks. Errors: ConfigError where it did not."""
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
     remedy = f"try {start} -m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}"
     if not (path := calibration_path(ranks)).exists():
@@ -353,17 +350,16 @@ def calibration(ranks: int) -> JsonObject:
 
 def number(value: Json, least: float = 1, most: float = 1e24,
            kinds: tuple[type, ...] = (int, float)) -> bool:
-    """Whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
+    """Says whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
     return type(value) in kinds and least <= value <= most
 
 
 def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
-    """(name, whether its value can be believed) of all that a calibration holds."""
-    def whole(name: str, least: int, most: int) -> tuple[str, bool]:
-        return name, number(measured.get(name), least, most, (int,))
+    """Lists (name, whether its value can be believed) of all that a calibration holds."""
     yield "format", measured.get("format") == CALIBRATION_FORMAT
-    yield from (whole("ranks", ranks, ranks), whole("threads", 1, 2**16), whole("itemsize", 2, 4),
-                whole("multiprocessors", 0, 2**16))
+    for name, least, most in (("ranks", ranks, ranks), ("threads", 1, 2**16), ("itemsize", 2, 4),
+                              ("multiprocessors", 0, 2**16)):
+        yield name, number(measured.get(name), least, most, (int,))
     yield "device", isinstance(measured.get("device"), str)
     yield "overhead_s", number(measured.get("overhead_s"), 0, 60)
     for name in ("memory_bytes", "peak_flops_per_s"):
@@ -386,11 +382,11 @@ def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
 
 
 def gpu_named(device_name: str) -> str | None:
-    """The short name of the GPU that CUDA calls `device_name`; None where it is not known."""
+    """Finds the short name of the GPU that CUDA calls `device_name`; None where it is not known."""
     return next((name for name, g in GPUS.items() if re.fullmatch(g.pattern, device_name)), None)
 
 
 def peak_flops_per_s(device_name: str) -> float | None:
-    """Dense bf16 FLOPs per second of the GPU with this name; None where that is not known."""
+    """Looks up the dense bf16 FLOPs per second of the GPU with this name; None where they are not known."""
     name = gpu_named(device_name)
     return GPUS[name].peak_flops_per_s if name else None

@@ -9,18 +9,8 @@ other here.
 
 from math import fsum, prod, sqrt
 
-from memo.estimate.attention_seconds import attention
 from memo.estimate.hardware import Machine
-from memo.estimate.roofline import (
-    GRADIENT_BYTES,
-    MESSAGES,
-    ROUNDING,
-    TURNING_GRADIENT,
-    TURNING_INPUT,
-    Cost,
-    Unit,
-    total,
-)
+from memo.estimate.roofline import MESSAGES, Cost, Unit, attention, total
 from memo.layer import head_groups, travelling
 from memo.layout import Layout
 
@@ -28,9 +18,9 @@ EVERY = "qkvpfgud"  # what the names of the layer's matrices begin with
 
 
 class Metp(Unit):
-    """The Costs of a unit by METP. Products are of parts and of groups: their sizes are these. `again`: what
-    of q, k, v the backward makes again: with several subsequences keys and values are kept, and of the groups
-    that read the same keys one makes these."""
+    """Costs a unit by METP. Products are of parts and of groups: their sizes are these. `again`: what of q,
+    k, v the backward makes again: with several subsequences keys and values are kept, and of the groups that
+    read the same keys one makes these."""
 
     def __init__(self, cfg: Layout, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
         super().__init__(cfg, machine, itemsize, lengths)
@@ -55,15 +45,15 @@ class Metp(Unit):
         """Costs own rows times n matrices of (gives, takes), whose results are added up. Where these are
         narrow, memory is slower than the products. FP8 rounds what is multiplied for each."""
         flops_s = self.speeds.seconds(self.matmul, 2 * self.own * gives * takes, sqrt(gives * takes))
-        rounding_s = self.copy(ROUNDING * takes).seconds if self.cfg.matmul == "fp8" else 0.0
+        rounding_s = self.copy(self.ROUNDING * takes).seconds if self.cfg.matmul == "fp8" else 0.0
         return Cost(n * (max(flops_s, self.copy(takes + 2 * gives).seconds) + rounding_s))
 
     def parts_backward(self, n: int, gives: int, takes: int) -> list[Cost]:
         """Costs the gradients of n such matrices, and of what they multiply."""
         costs = [self.parts(n, gives, takes), self.parts(n, takes, gives)]
         if self.cfg.matmul == "fp8":
-            costs += [self.copy(TURNING_GRADIENT * gives + TURNING_INPUT * takes),
-                      self.matrix_copy(GRADIENT_BYTES / self.itemsize * gives * takes)] * n
+            costs += [self.copy(self.TURNING_GRADIENT * gives + self.TURNING_INPUT * takes),
+                      self.matrix_copy(self.GRADIENT_BYTES / self.itemsize * gives * takes)] * n
         return costs
 
     def activation(self, way: str) -> Cost:
@@ -77,7 +67,6 @@ class Metp(Unit):
                 *self.turned(names)]
 
     def turned(self, names: str) -> list[Cost]:
-        """Costs rotating them."""
         width = sum(self.times[name] * self.widths[name] for name in self.rotated if name in names)
         return [self.kernel_pass("rotary", width)] if width else []
 
@@ -92,25 +81,24 @@ class Metp(Unit):
     # --- messages between the ranks of tp, and what FP8 does to what they carry ---
 
     def travel_s(self, op: str, nbytes: float) -> float:
-        """Of one message; op: as in Machine.message_s."""
         return self.machine.message_s(op, nbytes, self.tp)
 
     def carried(self, name: str) -> int:
-        """Bytes of an element of a parameter on its way."""
+        """Counts the bytes of an element of a parameter on its way."""
         return 1 if self.cfg.matmul == "fp8" and name.endswith("_w") else self.itemsize
 
     def hop_of_part_s(self) -> float:
         return self.travel_s("shift", sum(n * self.carried(name) for name, n in self.part.items()))
 
     def matrices(self, names: str = EVERY, turning: float = 0.0) -> list[Cost]:
-        """Costs that FP8 products round the rank's own of the matrices whose names begin so, and turn those
-        of all ranks."""
+        """Costs rounding the rank's own of the matrices whose names begin so, and turning all ranks', in
+        FP8."""
         if self.cfg.matmul != "fp8":
             return []
-        return [self.matrix_copy((ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names)))]
+        return [self.matrix_copy((self.ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names)))]
 
     def matrix_sizes(self, names: str) -> list[int]:
-        """Elements of the layer's matrices whose names begin so."""
+        """Counts the elements of each of the layer's matrices whose names begin so."""
         return [prod(p.shape) for name, p in self.layer.parameters.items()
                 if len(p.shape) == 2 and name[0] in names]
 
@@ -119,27 +107,24 @@ class Metp(Unit):
         sent = 4 * len(self.matrix_sizes(names)) * (self.tp - 1)
         return [Cost(self.travel_s("gather", sent), MESSAGES)] * (self.cfg.matmul == "fp8")
 
-    def one_s(self, op: str, name: str) -> float:
-        """Seconds of a group's parameter, or with "reduce" of its fp32 gradient: one message, or one from
-        each rank that has some of its columns. Keys may be as wide as those of several ranks."""
-        ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
-        itemsize = 4 if op == "reduce" else self.carried(name)
-        return ranks * self.travel_s(op, self.group[name] * itemsize / ranks)
-
-    def group_s(self, op: str, names: str) -> float:
-        """Seconds of those whose names begin so, of a group that makes keys and values."""
-        return fsum(self.one_s(op, name) for name in self.group if name[0] in names)
-
-    def every_s(self, op: str, names: str) -> float:
-        """Seconds of those of all groups."""
-        return fsum(self.times[name[0]] * self.one_s(op, name) for name in self.group if name[0] in names)
+    def group_s(self, op: str, names: str, every: bool = False) -> float:
+        """Counts the seconds of parameters whose names begin so, of a group that makes keys and values, or of
+        `every` group; with "reduce" of their fp32 gradients. Keys may be as wide as those of several ranks:
+        then each rank that has some of their columns sends a message."""
+        def one_s(name: str) -> float:
+            ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
+            itemsize = 4 if op == "reduce" else self.carried(name)
+            return ranks * self.travel_s(op, self.group[name] * itemsize / ranks)
+        return fsum((self.times[name[0]] if every else 1) * one_s(name) for name in self.group
+                    if name[0] in names)
 
     def others_s(self, op: str, names: str) -> float:
-        """Seconds of those of each group but one, a mean: some may make no keys."""
-        return (self.every_s(op, names) - self.group_s(op, names)) / max(1, self.groups_of_heads - 1)
+        """Counts the mean seconds of those of each group but one: some may make no keys."""
+        others_s = self.group_s(op, names, every=True) - self.group_s(op, names)
+        return others_s / max(1, self.groups_of_heads - 1)
 
     def piece_s(self) -> float:
-        """Seconds of the gather of a piece of the projection's matrix, of as many as ranks."""
+        """Counts the seconds to gather a piece of the projection's matrix, of as many as ranks."""
         sent = self.C * self.Q * self.carried("proj_w") * (self.tp - 1) / self.tp**2
         return self.travel_s("gather", sent)
 
@@ -152,8 +137,8 @@ class Metp(Unit):
                 self.late(coming + going, compute_s, times=steps - 2)] * (steps > 1)
 
     def first_group(self, names: str) -> list[Cost]:
-        """Costs the first group's matrices: of keys, of values and of queries, each beside the product of the
-        one before, the first beside a norm."""
+        """Costs the first group's matrices of keys, values, queries, each beside the product before, or a
+        norm."""
         order = [name for name in "kvq" if name in names]
         beside = [self.norm("forward"), *(self.parts(1, self.widths[name], self.C) for name in order[:-1])]
         return [self.late(self.group_s("broadcast", name), cost.seconds)
@@ -193,8 +178,8 @@ class Metp(Unit):
         return [*self.matrices(), *self.scales(), *attention, *mlp, *hops]
 
     def keys_again(self, names: str) -> list[Cost]:
-        """Costs k in a backward, where its matrices are there; or k and v in a sweep, where they travel, with
-        the rounding before."""
+        """Costs k in a backward, whose matrices are there; or k and v in a sweep, where they travel,
+        rounded."""
         made = self.made(names)
         if names == "k":
             return made
@@ -205,8 +190,7 @@ class Metp(Unit):
     # --- backward ---
 
     def backward(self) -> list[Cost]:
-        """Costs a backward: norm, hidden tensors and activation of the MLP are made again, and what of q, k,
-        v is `again`."""
+        """Costs a backward, which makes norm, hidden tensors, activation and `again` of q, k, v again."""
         tp, groups, widths = self.tp, self.groups_of_heads, self.widths
         mlp = [*self.mlp(), self.activation("backward"),
                *self.parts_backward(tp, self.C, self.part_width),
@@ -222,7 +206,7 @@ class Metp(Unit):
                      + sum(self.times[name[0]] * n for name, n in self.group.items()))
         # fp32 gradients of travelling matrices are set to zero and added to others
         sums_s = self.speeds.seconds("copy", 16 * travelled, 16 * travelled) if travelled else 0.0
-        return [*mlp, *half, Cost(sums_s), *self.matrices(turning=TURNING_INPUT), self.norm("forward"),
+        return [*mlp, *half, Cost(sums_s), *self.matrices(turning=self.TURNING_INPUT), self.norm("forward"),
                 *[self.norm("backward")] * 2, *self.backward_messages(total(mlp), total(half))]
 
     def backward_messages(self, mlp_s: float, attention_s: float) -> list[Cost]:
@@ -230,7 +214,7 @@ class Metp(Unit):
         groups, step, one = self.groups_of_heads, mlp_s / self.tp, attention_s / self.groups_of_heads
         # the first two hops beside the own part, the last gradients beside attention
         hop, home = self.hop_of_part_s(), self.travel_s("shift", 4 * sum(self.part.values()))
-        group, going = self.every_s("broadcast", "qkvp") / groups, self.others_s("reduce", "qkvp")
+        group, going = self.group_s("broadcast", "qkvp", every=True) / groups, self.others_s("reduce", "qkvp")
         # of the last group: the projection's leave beside attention, as do those of the group before; the
         # others before their products
         last = total([self.norm("backward"), *(self.parts(1, self.C, n) for n in self.widths.values())])

@@ -1,7 +1,7 @@
 """Seconds of a step, in which the schedules of all stages run together (memo/schedule/simulate.py): of its
 layers, of head and embedding, of the optimizer and of all messages. Source: MEMO 4.1, SPPO 3.3."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import fsum, sqrt
 
@@ -17,7 +17,7 @@ from memo.schedule.order import keys_leave
 from memo.schedule.program import LAYER_PLACES
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
-from memo.schedule.step import Op, Step
+from memo.schedule.step import Op
 from memo.subsequences import subsequence_lengths, unit_rows
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
@@ -30,8 +30,7 @@ PIPELINE_ENDS = Op.EMBED, Op.HEAD, Op.EMBED_BACKWARD  # of the pipeline
 
 
 def state_seconds(cfg: Layout, machine: Machine, world: int, itemsize: int) -> StateSeconds:
-    """The StateSeconds of a machine: to and from the host, or within the device's memory, and between the
-    ranks that have shards."""
+    """Counts the seconds to move a layer's states: to the host or within the device, and between ranks."""
     if not cfg.layers_come:
         return STAY
     data = world // cfg.tp
@@ -52,7 +51,7 @@ def state_seconds(cfg: Layout, machine: Machine, world: int, itemsize: int) -> S
 
 
 def head_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
-    """Seconds of final norm, logits, loss and their gradients, chunk by chunk."""
+    """Counts the seconds of final norm, logits, loss and their gradients, chunk by chunk."""
     rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, logit_bytes(itemsize, cfg.ops != "torch"), machine.cpu)
@@ -72,7 +71,7 @@ def head_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
 
 
 def embedding_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
-    """Seconds of the embedding and its gradient."""
+    """Counts the seconds of the embedding and its gradient."""
     row = cfg.n_embd * itemsize
     u = cfg.batch_size * cfg.block_size // cfg.cp * row / cfg.tp
     messages = rows_of_tp_s(cfg, machine, CHUNK_ROWS, [("scatter", row), ("gather", row)])
@@ -80,29 +79,24 @@ def embedding_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
 
 
 def rows_of_tp_s(cfg: Layout, machine: Machine, most: int, messages: Sequence[tuple[str, int]]) -> float:
-    """Seconds of messages (op, bytes that each other rank gets of an own row) between the tp ranks, about all
-    rows of these, `most` or fewer of a subsequence at a time."""
+    """Counts the seconds of messages (op, bytes that each other rank gets of an own row) between the tp
+    ranks, about all rows of these, `most` or fewer of a subsequence at a time."""
     rows = [cfg.batch_size * n // cfg.cp for n in subsequence_lengths(cfg)]
     pieces = sum(-(-n // most) for n in rows)
     sent = sum(rows) / cfg.tp / pieces * (cfg.tp - 1)
     return pieces * sum(machine.message_s(op, nbytes * sent, cfg.tp) for op, nbytes in messages)
 
 
-def steps_on_host(cfg: Layout, machine: Machine) -> bool:
-    """Whether gradients and weights go over PCIe, to the optimizer and back (memo/staging.py)."""
-    return cfg.optimizer_on_host and not machine.cpu
-
-
 def optimizer_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int,
                 local_ranks: int, forward_s: float) -> float:
-    """Seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the cast of its
-    weights. On the host AdamW runs at the speed of the host's memory, which the ranks share; weights go up
-    meanwhile and in the next forward. That of layers that come runs beside this forward, which brings them:
-    it waits for the first two, and for what steps before them."""
+    """Counts the seconds of the gradients' norm, of AdamW on this rank's shard with their scaling, of the
+    cast of its weights. On the host AdamW runs at the speed of the host's memory, which the ranks share;
+    weights go up meanwhile and in the next forward. That of layers that come runs beside this forward, which
+    brings them: it waits for the first two, and for what steps before them."""
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
-    if steps_on_host(cfg, machine):
+    if cfg.optimizer_on_host and not machine.cpu:  # gradients and weights go over PCIe (memo/staging.py)
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         if cfg.layers_come:
             first = sum(bucket_numels(cfg, data)[:weights_in_turns(cfg).start + LAYER_PLACES])
@@ -115,31 +109,30 @@ def optimizer_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: 
 
 def data_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int, world: int, forward_s: float,
            backward_s: float) -> float:
-    """Exposed seconds of the gradients' sum and way to the host, beside the last backward, and of the
-    parameters' way back to all ranks, beside the next forward. The last bucket of each is always exposed:
-    see BUCKETS. On a CPU nothing hides."""
+    """Counts the exposed seconds of the gradients' sum and way to the host, beside the last backward, and of
+    the parameters' way back to all ranks, beside the next forward. On a CPU nothing hides."""
     gradients = params = 0.0
     if data > 1:
         gradients = machine.message_s("scatter", 4 * numel * (data - 1) / data, world, cfg.tp)
         params = machine.message_s("gather", itemsize * numel * (data - 1) / data, world, cfg.tp)
     if machine.cpu:
         return gradients + params
-    if steps_on_host(cfg, machine):  # a layer's place is free when its gradients are summed and gone
+    if cfg.optimizer_on_host:  # a layer's place is free when its gradients are summed and gone
         gradients += 4 * numel / data / machine.node.pcie_bytes_per_s
     return max(gradients / BUCKETS, gradients - backward_s) + max(params / BUCKETS, params - forward_s)
 
 
 def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
-    """Seconds of so many bytes between a rank of a stage and its neighbour in the next one, or `further` than
-    that. They stay inside a node where all ranks of both stages are on one."""
+    """Counts the seconds of so many bytes between a rank of a stage and its neighbour in the next one, or
+    `further`. They stay inside a node where all ranks of both stages are on one."""
     ranks, node = world // pp, machine.node.gpus_per_node
     inside = stage * ranks // node == ((stage + 1 + further) * ranks - 1) // node
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
 
 
 def tied_s(stage: Stage, machine: Machine, world: int) -> float:
-    """Seconds in which the first stage and the last one sum the gradients of a matrix that both hold: each
-    rank those of its part of the optimizer."""
+    """Counts the seconds in which the first stage and the last one sum the gradients of a matrix that both
+    hold: each rank those of its part of the optimizer."""
     cfg = stage.cfg
     if not (cfg.ties_stages and (cfg.has_embedding or cfg.has_head)):
         return 0.0
@@ -148,7 +141,7 @@ def tied_s(stage: Stage, machine: Machine, world: int) -> float:
 
 
 def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
-    """The Ends of a config that says which stage."""
+    """Models the Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
@@ -158,7 +151,7 @@ def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
 
 
 def lanes_of(cfg: Layout, machine: Machine, world: int) -> Lanes:
-    """The Lanes of a config that says which stage."""
+    """Models the Lanes of a config that says which stage."""
     rates = []
     for other in range(cfg.pp):
         first, last = sorted((cfg.stage, other))
@@ -169,7 +162,7 @@ def lanes_of(cfg: Layout, machine: Machine, world: int) -> Lanes:
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds) -> list[Times]:
-    """The Times of each stage in a micro batch, all on one clock."""
+    """Simulates a micro batch -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
                             ends=ends_of(stage.cfg, machine, world, itemsize)) for stage in stages]
@@ -179,15 +172,15 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                    layer: LayerSeconds) -> list[list[Span]]:
-    """The spans of each stage in a micro batch, all on one clock."""
+    """Simulates a micro batch -> the spans of each stage, all on one clock."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
 
 
 def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
-    """Seconds that a step takes at least: the last stage waits for the first subsequence, the first stage
-    for the last one, and each computes all."""
+    """Bounds the seconds of a step from below: the last stage waits for the first subsequence, the first
+    stage for the last one, and each computes all."""
     layers, units = [stage.placement.n_layer for stage in stages], layer.units
     each = [unit.forward_s + unit.backward_s for unit in units]
     longest = max(layers[0] * fsum(each) + sum(layers[1:]) * each[-1],
@@ -199,15 +192,15 @@ def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
 
 def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
             layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
-    """-> ({part: seconds} of a micro batch in one stage, [seconds of its layers' (forward, backward)])."""
-    cfg, p = stage.cfg, stage.placement
-    seconds = step_seconds(p, tensors_of(cfg, itemsize), layer.units, machine.node.pcie_bytes_per_s,
-                           state_seconds(cfg, machine, world, itemsize))
-    forward, backward, stall = layers_s(p, seconds)
-    again = sum(seconds(Step(Op.RECOMPUTE, unit, back=True)) for unit in p.units)
+    """Simulates a micro batch in one stage -> ({part: seconds}, [its layers' (forward, backward)])."""
+    cfg, p, units = stage.cfg, stage.placement, layer.units
+    forward, backward, stall = stage.totals or layers_s(p, step_seconds(
+        p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
+        state_seconds(cfg, machine, world, itemsize)))
+    again = fsum(n * units[p.likes[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
     swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
-             "recompute": again + sum(layer.units[i].sweep_s for i in swept), "stall": stall}
+             "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, itemsize) + embedding_s(cfg, machine, itemsize)
     return parts, [(forward, backward)]
@@ -215,8 +208,8 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
 
 def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
-    """As alone_s(), of several stages: the parts are the means of all. "bubble": a stage waits for another
-    one, or has nothing left to do."""
+    """Simulates a micro batch in several stages, as alone_s(): the parts are the means of all. "bubble": a
+    stage waits for another one, or has nothing left to do."""
     cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
     for of, one in zip(spent, times, strict=True):
@@ -236,8 +229,8 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
 
 def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
            layer: LayerSeconds) -> dict[str, float]:
-    """{part: seconds} of a step, which add up to its "step". Micro batches follow each other, for no stage
-    begins one before it has ended the one before; gradients and optimizer are those of the slowest stage."""
+    """Counts {part: seconds} of a step, which add up to its "step". Micro batches follow each other, as no
+    stage begins one before it has ended the last; gradients and optimizer are the slowest stage's."""
     parts, passes = (together_s(stages, machine, world, itemsize, layer) if len(stages) > 1 else
                      alone_s(stages[0], machine, world, itemsize, layer))
     parts = {name: micros_of_rank(stages[0].cfg, world) * seconds for name, seconds in parts.items()}

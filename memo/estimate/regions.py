@@ -1,12 +1,14 @@
-"""Bytes of every region of a rank but for temporary tensors: model states, activations. The run and the
-estimate have them from here. Plain arithmetic."""
+"""Bytes of every region of a rank but for temporary tensors: model states, activations; and of a node's host
+memory. The run and the estimate have them from here. Plain arithmetic."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from memo.choose import with_stages
+from memo.config import Config
 from memo.estimate.arena import fast_arena
 from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from memo.estimate.host import STATES_BYTES
 from memo.flat import (
     bucket_places,
     gradients_in_turns,
@@ -16,11 +18,16 @@ from memo.flat import (
     staged_bytes,
     weights_in_turns,
 )
-from memo.layer import INPUT, n_rows, tensors_of
+from memo.formulas import parameters
+from memo.layer import INPUT, layer_of, n_rows, tensors_of
 from memo.layout import LANES, Layout, n_communicators
-from memo.swap.alpha import SwapPlan
+from memo.schedule.periods import Totals
+from memo.swap import alpha
 from memo.swap.placement import Placement
 from memo.swap.sizes import Sizes, shared_regions
+
+STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
+HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
 
 
 class Line(NamedTuple):
@@ -34,14 +41,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of one stage of the pipeline holds; there may be just one stage. `numel`: its parameters,
-    with padding; `lacks`: why its share of the host is too small, None where it is not."""
+    """What a rank of one stage holds. `numel`: its parameters, with padding; `totals`: seconds of all layers,
+    where they were simulated; `lacks`: why its share of the host is too small, if it is."""
 
     cfg: Layout
     numel: int
     lines: tuple[Line, ...]
     placement: Placement
-    plan: SwapPlan | None
+    plan: alpha.SwapPlan | None
+    totals: Totals | None
     lacks: str | None
 
     @property
@@ -58,21 +66,20 @@ class Stage:
         return self.plan.alpha if self.plan and self.placement.n_swapped > 0 else None
 
     def bytes_of(self, region: str) -> tuple[int, int]:
-        """(device, host) bytes of a rank; the head's are the transient region's too, which is one arena."""
+        """Adds up (device, host) bytes of a region; the transient one, an arena, has the head's."""
         names = ("transient", "head") if region == "transient" else (region,)
         mine = [line for line in self.lines if line.region in names]
         return sum(line.device_bytes for line in mine), sum(line.host_bytes for line in mine)
 
 
 def micros_of_rank(cfg: Layout, world: int) -> int:
-    """Count the micro batches of a rank in a step."""
+    """Counts the micro batches of a rank in a step."""
     dp = world // (cfg.pp * cfg.cp * cfg.tp)
     return cfg.micro_batches(dp) // dp
 
 
 def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
-    """(parameters of this rank with padding, ranks that share its optimizer, [Line] of what does not depend
-    on the activations)."""
+    """Counts (parameters of a rank, padded, ranks that share its optimizer, Lines of all but activations)."""
     data = world // (cfg.pp * cfg.tp)
     layout, buckets = local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micros_of_rank(cfg, world)
@@ -102,8 +109,7 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
 
 
 def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
-    """[Line] of the skeletal activations, on device and host, and of what stages lend each other. `data`: see
-    local_layout."""
+    """Lists the Lines of skeletal activations, and of what stages lend. `data`: see local_layout."""
     p, tensors = placement, tensors_of(cfg, itemsize)
     buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
@@ -119,10 +125,9 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
               (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
     what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
             "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
-            "resident": "rows whose copy is here",
-            "sweep": "inputs to make keys again"}
-    what |= {"guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
-             "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
+            "resident": "rows whose copy is here", "sweep": "inputs to make keys again",
+            "guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
+            "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors), p.keys_bytes(tensors)
     if p.guests or p.lent:
         regions |= shared_regions(Sizes(p, tensors, layer_numel(cfg, data)))
@@ -137,12 +142,70 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
 
 
 def lane_bytes(placement: Placement) -> int:
-    """Of a GPU, for the communicators with stages that help, or are helped."""
+    """Counts a GPU's bytes for the communicators with stages that help, or are helped."""
     return LANES * len(placement.partners) * COMMUNICATOR_BYTES
 
 
 def cpu_spare(cfg: Layout, machine: Machine, lines: list[Line], limit: int) -> int:
-    """Bytes of a CPU's memory for the buffers of activations: what is left of `limit`, a rank's share of the
-    host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors. The same
-    in the run."""
+    """Counts a CPU's bytes for the buffers of activations: what is left of `limit`, a rank's share of the
+    host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors."""
     return limit - sum(line.device_bytes for line in lines) - sum(fast_arena(cfg, machine))
+
+
+# --- the host memory of a node: for swapped activations and the optimizer, beside a checkpoint's copy ---
+
+def host_capacity(cfg: Layout, machine: Machine, world: int) -> int:
+    """Counts the bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the
+    optimizer: those that host_memory_gb grants, or those left beside the copy that a checkpoint is written
+    from. Errors: ConfigError where the node has fewer."""
+    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
+                               snapshot_bytes(cfg, machine, world), "what a node has")
+
+
+def host_share(cfg: Layout, machine: Machine, world: int) -> int:
+    """Counts a rank's part of host_capacity()."""
+    return host_capacity(cfg, machine, world) // min(world, machine.node.gpus_per_node)
+
+
+def node_bytes(of_stages: Sequence[int], world: int, ranks: range) -> int:
+    """Adds up the bytes of the `ranks` of a node, of `world`. The ranks of a stage follow each other."""
+    n = max(1, world // len(of_stages))
+    return sum(nbytes * max(0, min(ranks.stop, (k + 1) * n) - max(ranks.start, k * n))
+               for k, nbytes in enumerate(of_stages))
+
+
+def fullest_node_bytes(of_stages: Sequence[int], world: int, local_ranks: int) -> int:
+    """Finds the most node_bytes() of any node."""
+    nodes = range(0, world if len(of_stages) > 1 else 1, local_ranks)
+    return max(node_bytes(of_stages, world, range(first, min(first + local_ranks, world))) for first in nodes)
+
+
+def stage_state_bytes(cfg: Layout, world: int, each: int = STATES_BYTES) -> list[int]:
+    """Counts a rank's part of each stage's optimizer, or of what takes `each` bytes a parameter, of those of
+    formulas.parameters(). The first stage and the last one may hold the same matrix."""
+    numels, ranks = [n * layer_of(cfg).matrix_elements for n in cfg.depths], max(1, world // cfg.pp)
+    for stage in {0, cfg.pp - 1} if cfg.tie_embeddings else (0, -1):
+        numels[stage] += cfg.vocab_size * cfg.n_embd
+    return [each * numel // ranks for numel in numels]
+
+
+def copied_bytes(cfg: Layout, world: int) -> list[int]:
+    """Counts, for a rank of each stage, what a checkpoint's copy takes: none of states on the host."""
+    return stage_state_bytes(cfg, world, 0 if cfg.optimizer_on_host else STATES_BYTES)
+
+
+def snapshot_bytes(cfg: Layout, machine: Machine, world: int) -> int:
+    """Adds up copied_bytes() on the fullest node."""
+    return fullest_node_bytes(copied_bytes(cfg, world), world, machine.node.gpus_per_node)
+
+
+def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Config, Machine]:
+    """Makes (cfg, machine) of a node that grants so many bytes of host memory, whatever it has."""
+    # a GPU's node has enough for the copy in any layout; a CPU's memory is the device's too
+    copy = 2 * STATES_BYTES * parameters(cfg)
+    if machine.cpu:
+        every = with_stages(cfg, world) if cfg.pp == "auto" else [cfg]
+        # msp, which takes none of it, is not for the one subsequence that nobody has decided on
+        copy = max(snapshot_bytes(Layout.of(one, msp=False), machine, world) for one in every)
+    node = replace(machine.node, host_memory_bytes=int((nbytes + copy) / alpha.HOST_SHARE) + 2)
+    return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)

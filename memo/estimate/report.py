@@ -10,7 +10,7 @@ from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.pipeline_seconds import pipeline_spans
-from memo.estimate.regions import Line, Stage
+from memo.estimate.regions import Line
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
 from memo.formulas import parameters, percent
 from memo.layer import head_groups
@@ -45,7 +45,7 @@ def mode_of(got: Estimate) -> str:
 
 
 def table(got: Estimate) -> list[str]:
-    """The lines of one estimate for people: bytes of a rank, which add up, alpha, seconds, the verdict."""
+    """Lists the lines of an estimate: bytes of a rank, which add up, alpha, seconds, the verdict."""
     cfg = got.cfg
     nodes = -(-got.world // got.machine.node.gpus_per_node)
     shared = f" Hkv={cfg.kv_heads}" if cfg.kv_heads < cfg.n_head else ""
@@ -77,7 +77,7 @@ def table(got: Estimate) -> list[str]:
 
 
 def stage_lines(got: Estimate) -> list[str]:
-    """The lines on the stages of a pipeline; stages that follow each other and are alike have one."""
+    """Lists the lines on the stages of a pipeline; those that follow each other and are alike have one."""
     if len(got.stages) == 1:
         return []
     lines = [f"{'stages':44}{'device':>10}{'host':>10}{'alpha':>10}"]
@@ -106,7 +106,7 @@ HEADING = f"{'layout':33}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB
 
 
 def advice(got: Estimate) -> list[str]:
-    """The lines on what would make it fit."""
+    """Lists the lines on what would make it fit."""
     lines = [f"does not fit: {got.why}"]
     others = remedies(got)
     if not others:
@@ -121,8 +121,7 @@ def advice(got: Estimate) -> list[str]:
 
 
 def as_dict(got: Estimate) -> dict[str, object]:
-    """The object of --json. device_bytes are a rank's, of several stages that of `stage`; host_bytes a
-    node's; None is not known."""
+    """Makes the object of --json. device_bytes are a rank's, host_bytes a node's; None: not known."""
     layer = got.layer
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
     for line in got.lines:
@@ -136,7 +135,11 @@ def as_dict(got: Estimate) -> dict[str, object]:
         layout["msp"] = True
     if cfg.metp:
         layout["head_groups"] = head_groups(cfg)
-    stages = dict(stage=cfg.stage, stages=[stage_dict(one) for one in got.stages]) if cfg.pp > 1 else {}
+    stages = dict(stage=cfg.stage, stages=[
+        dict(layers=list(one.cfg.layers), device_bytes=one.device_bytes, host_bytes=one.host_bytes,
+             alpha=one.alpha)
+        | (dict(lent=[piece._asdict() for piece in one.placement.lent]) if cfg.msp else {})
+        for one in got.stages]) if cfg.pp > 1 else {}
     return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,
                 device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
                 host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
@@ -149,16 +152,9 @@ def as_dict(got: Estimate) -> dict[str, object]:
                 **stages)
 
 
-def stage_dict(one: Stage) -> dict[str, object]:
-    """Of a stage: its layers, the bytes of a rank, alpha."""
-    lent = dict(lent=[piece._asdict() for piece in one.placement.lent]) if one.cfg.msp else {}
-    return dict(layers=list(one.cfg.layers), device_bytes=one.device_bytes, host_bytes=one.host_bytes,
-                alpha=one.alpha, **lent)
-
-
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> list[str]:
-    """dry_run()'s picture, and beside it that of a pipeline, where there are stages and seconds -> their
-    files. Errors: ConfigError where they cannot be written."""
+    """Draws dry_run()'s picture, and beside it that of a pipeline, where there are stages and seconds ->
+    their files. Errors: ConfigError where they cannot be written."""
     drawn = [path]
     def estimate_at(S: int) -> Estimate | None:
         return estimate_or_none(config_with(got.asked, block_size=S), machine, world, fast_arena)
@@ -178,8 +174,7 @@ def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | 
 
 
 def limit_of(most: Estimate) -> tuple[str, str]:
-    """(limit of the longest context, the same for people): the memory that is nearer to full, or the end of
-    the search."""
+    """Finds (what limits the longest context, the same for people): the fuller memory, or the search."""
     if most.capacity is None:
         name, full = "memory", ""
     else:

@@ -1,5 +1,7 @@
 """What each operation of a unit, a layer at one subsequence, costs a rank, at its own speed (hardware.py),
-and what hides of a message beside them. A unit's seconds are the sums of lists of such Costs.
+and what hides of a message beside them. A unit's seconds are the sums of lists of such Costs. Attention is
+alone, in a ring, by Ulysses, or over the keys and values of all subsequences up to the unit's own
+(memo/attend.py).
 
 A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
 passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
@@ -7,16 +9,18 @@ matrix product the geometric mean of the weight's dims, of attention the keys of
 elementwise passes their bytes. Source: MEMO 4.1.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from math import fsum, sqrt
+from functools import lru_cache
+from math import fsum, gcd, sqrt
 from typing import NamedTuple
 
 from memo.backends import kernel_of
 from memo.config import Config
 from memo.estimate.hardware import FP8_PRODUCTS, Machine
-from memo.layer import Operation, group_heads, head_groups, layer_of
+from memo.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
 
-# Tensors that fused kernels read and write (memo/ops.py). A measured operation (calibrate.py) counts as one
+# Tensors that fused kernels read and write (memo/ops.py). A measured operation (measure.py) counts as one
 # such pass, whatever kernels it took.
 PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms norm backward": 4, "rotary": 2,
           "merge": 5, "swiglu forward": 3, "swiglu backward": 5, "cross entropy": 3}
@@ -24,19 +28,14 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms nor
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
                    "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13, "cross entropy": 6}
 PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
-# Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
-# largest element of each row, and again, and written at half the width; for the gradient of a weight that of
-# the result is shifted and turned, and the input turned. What a product is added to comes behind it: a
-# weight's gradient in fp32.
-ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
-SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 # parts of a step that a Cost may count for
 KERNELS, MESSAGES, REST = "attention", "messages", "rest of the layers"
+WAYS = "forward", "backward"
 
 
 class Cost(NamedTuple):
-    """Seconds of something that a unit does; of a message those that nothing hides. `part`: of a step."""
+    """Seconds of what a unit does; of a message those that nothing hides. `part`: of a step."""
 
     seconds: float
     part: str = REST
@@ -48,21 +47,28 @@ def total(costs: Iterable[Cost], part: str = "") -> float:
 
 
 def units_of_passes(cfg: Config, machine: Machine) -> dict[str, int]:
-    """{operation: tensors that it reads and writes} with the kernels of cfg.ops."""
+    """Looks up {operation: tensors that it reads and writes} with the kernels of cfg.ops."""
     measured = machine.speeds is not None and "rotary" in machine.speeds.table
     return PASSES if measured else PASSES_OF.get(cfg.ops, PASSES)
 
 
 def norm_of(cfg: Config) -> str:
-    """The operation's name."""
+    """Names the norm's operation."""
     return {"layernorm": "norm", "rmsnorm": "rms norm"}[cfg.norm]
 
 
 class Unit:
-    """The sizes of a unit, and what one rank's operations on it cost. `lengths`: of several subsequences
-    those up to the unit's own. `kernel`: of attention, see memo/backends.py; `ring`: ranks that its keys and
-    values go round; `turns`: groups of heads that attention takes one after the other, each with messages of
-    its own."""
+    """Sizes of a unit, and what one rank's operations on it cost. `lengths`: of several subsequences those up
+    to the unit's own. `kernel`: of attention, see memo/backends.py; `ring`: ranks that its keys and values go
+    round; `turns`: groups of heads that attention takes one after the other, each with messages of its
+    own."""
+
+    # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
+    # largest element of each row, and again, and written at half the width; for the gradient of a weight that
+    # of the result is shifted and turned, and the input turned. What a product is added to comes behind it: a
+    # weight's gradient in fp32.
+    ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
+    SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 
     def __init__(self, cfg: Config, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
@@ -119,8 +125,7 @@ class Unit:
         return Cost(self.speeds.seconds("copy", elements * self.itemsize, elements * self.itemsize))
 
     def head_norms(self, way: str) -> list[Cost]:
-        """Costs norming q and k head by head and rotating them, or their gradients back, in models that
-        do."""
+        """Costs norming q and k head by head and rotating them, or their gradients back."""
         if not self.layer.head_norms:
             return []
         width = self.Q + self.KV * self.groups_a_key
@@ -135,3 +140,140 @@ class Unit:
         hidden = self.hidden if hidden is None else hidden
         exposed_s = message_s - hidden * max(0.0, min(message_s, beside_s) - first_s)
         return Cost(times * exposed_s, MESSAGES)
+
+
+# --- attention ---
+
+def kernel(u: Unit, way: str, flops: float, keys: int, full: bool = False) -> Cost:
+    """Costs a forward of so many FLOPs over so many keys, or its backward; `full`: without a mask."""
+    size = keys // (1 if u.ulysses else u.ring)
+    name = u.kernel if f"{u.kernel} forward" in u.speeds.table else "attention"
+    for more in (" full",) * full + (" deterministic",) * u.cfg.deterministic:
+        name += more * (f"{name}{more} {way}" in u.speeds.table)
+    part = ATTENTION_BACKWARD if way == "backward" else 1.0
+    return Cost(u.speeds.seconds(f"{name} {way}", part * flops, size), KERNELS)
+
+
+def own_kernels(u: Unit, way: str) -> list[Cost]:
+    """Costs the kernels on this rank's share of the scores, without subsequences before. In a ring the mask
+    halves the own block alone; of the others all queries see half the keys, or half see all."""
+    ring = 1 if u.ulysses else u.ring
+    own, flops = u.attention_flops / ring, u.attention_flops
+    return [kernel(u, way, own, u.S), *[kernel(u, way, flops - own, u.S, full=True)] * (ring > 1)]
+
+
+def kernels_before(u: Unit, way: str) -> list[Cost]:
+    """Costs the kernels over the keys of all subsequences before."""
+    return [Cost(times * kernel(u, way, u.attention_flops * 2 * n / u.S, n, full=True).seconds, KERNELS)
+            for n, times in Counter(u.before).items()]
+
+
+@lru_cache(1)  # a unit's passes all ask for it
+def attention(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs (forward, backward) of attention, from q, k and v on."""
+    both = prefix if u.several else ulysses if u.ulysses else ring
+    forward, backward = both(u) if u.several or u.ring > 1 else ([], [])
+    return ([*own_kernels(u, "forward"), *kernels_before(u, "forward"), *forward],
+            [*own_kernels(u, "backward"), *kernels_before(u, "backward"), *backward])
+
+
+# --- a ring ---
+
+def hop_s(u: Unit, nbytes: float) -> float:
+    """Counts the seconds of hops to the next rank, of so many bytes of all groups of heads."""
+    ranks = u.cp * u.tp
+    return u.turns * u.machine.message_s("shift", nbytes / u.turns, ranks, ranks // u.ring)
+
+
+def late_hop(u: Unit, message_s: float, block_s: float, times: int = 1) -> Cost:
+    """Costs hops beside attention, which hides all of them; on a CPU, which carries them itself, nothing."""
+    return u.late(message_s, block_s, 0.0 if u.machine.cpu else 1.0, times=times)
+
+
+def ring(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs sending keys and values round, and merging the blocks, which counts as messages."""
+    # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a later
+    # rank's
+    merge = u.copy(6 * u.Q).seconds + 0.75 * (u.ring - 1) * u.kernel_pass("merge", u.Q).seconds
+    merge_back = u.copy((2 + u.ring * (1 + 8 // u.itemsize)) * (u.Q + 2 * u.KV)).seconds
+    hops = (metp_hops if u.cfg.metp else hops_of_blocks)(u)
+    forward, backward = ([Cost(s, MESSAGES), *late]
+                         for s, late in zip((merge, merge_back), hops, strict=True))
+    return forward, backward
+
+
+def hops_of_blocks(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs hops of keys and values, each beside a block. A backward's first hop has nothing before it;
+    gradients, in fp32, go beside the block behind theirs: beside the own block, the last one, alone."""
+    forward_s, backward_s = (total(own_kernels(u, way)) / u.ring for way in WAYS)
+    keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
+    return ([late_hop(u, keys, forward_s, u.ring - 1)],
+            [Cost(keys, MESSAGES), late_hop(u, keys + gradients, backward_s, u.ring - 2),
+             late_hop(u, gradients, backward_s)])
+
+
+def metp_hops(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs hops by METP, which go two ahead, and a group's first ones beside the group before: all hide
+    behind all blocks, but for a backward's first hops that have nothing before them: of the first group, and
+    of each turn of a group behind its first. Hiding behind a group's products is not counted."""
+    forward_s, backward_s = (u.ring * (total(own_kernels(u, way)) / u.ring) for way in WAYS)
+    keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
+    first = keys * (u.turns - head_groups(u.cfg) + 1) / u.turns
+    return ([late_hop(u, (u.ring - 1) * keys, forward_s)],
+            [Cost(first, MESSAGES), late_hop(u, (u.ring - 1) * (keys + gradients) - first, backward_s)])
+
+
+# --- Ulysses ---
+
+def exchange(u: Unit, width: int, times: int) -> Cost:
+    """Costs all-to-alls, all of them exposed, of so many tensors that together are so many elements wide."""
+    nbytes = width * u.row_bytes * (u.cp - 1) / u.cp
+    message = times * u.machine.message_s("exchange", nbytes / times, u.cp * u.tp, u.tp)
+    return Cost(message + u.copy(4 * width).seconds, MESSAGES)
+
+
+def ulysses(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs all-to-alls of q, k, v and attention's output, group of heads by group; twice as many in the
+    backward. A head of keys and values that several ranks read goes to each."""
+    kv_heads = max(1, u.at_once * u.layer.kv_heads // u.layer.heads)  # of a group
+    dealt = u.cp // gcd(kv_heads, u.cp) * u.groups_a_key * u.KV
+    exchanges = [exchange(u, u.Q, u.turns), exchange(u, dealt, u.turns)] * 2
+    return exchanges, exchanges * 2
+
+
+# --- a prefix ---
+
+def dealing(u: Unit) -> list[Cost]:
+    """Costs the all-to-alls of k and v, or of their gradients, in the pieces of all ranks."""
+    return [exchange(u, keys_dealt(u.cfg) * u.KV, 1)] * 2 if u.ulysses else []
+
+
+def prefix(u: Unit) -> tuple[list[Cost], list[Cost]]:
+    """Costs merging partial results, and adding up partial gradients, in fp32, and messages. A ring passes
+    queries, and their sums on the way home; Ulysses exchanges q and out, in the backward dout, q, out and dq,
+    and dk and dv."""
+    n, p = len(u.before) + 1, 1 if u.ulysses else u.ring
+    # of a visitor's own piece half of the queries meet a rank before it
+    merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
+    forward = [u.copy(6 * u.Q), Cost(merges * u.kernel_pass("merge", u.Q).seconds)] if merges else []
+    keys = p * (1 + sum(u.before) / u.S)  # pieces whose sums grow, in units of the own one
+    added = 1 + 8 // u.itemsize
+    backward = [u.copy((2 + added * merges) * u.Q + (2 + added * keys) * 2 * u.KV)]
+    if u.ulysses:
+        exchanged = exchange(u, u.Q, u.turns)
+        return [*forward, *[exchanged] * 2], [*backward, *[exchanged] * 4, *dealing(u)]
+    if u.ring > 1:
+        fp32 = u.row_bytes * 4 // u.itemsize
+        lse, queries = fp32 * u.layer.heads, u.Q * u.row_bytes
+        forward += passing(u, "forward", queries, u.Q * fp32 + lse)
+        backward += passing(u, "backward", 3 * queries + lse, u.Q * fp32)
+    return forward, backward
+
+
+def passing(u: Unit, way: str, leaving: float, home: float) -> list[Cost]:
+    """Costs what passes the ring: `leaving` bytes of queries, and their sums on the way home, a rank behind.
+    The first hop hides behind the own queries' pieces before, the last one behind their own piece."""
+    before, own = (total(costs(u, way)) / u.ring for costs in (kernels_before, own_kernels))
+    leave, come = hop_s(u, leaving), hop_s(u, home)
+    return [late_hop(u, leave, before), late_hop(u, leave + come, before + own, u.ring - 2),
+            late_hop(u, come, own)]

@@ -1,6 +1,6 @@
 """The fastest layout, the longest context, and the changes that would make a run fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,14 +11,8 @@ from memo.command import progress
 from memo.config import Config, as_keys
 from memo.decide import Room, problem_of, ways_of, with_buffers
 from memo.errors import ConfigError
-from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import (
-    Estimate,
-    beside_activations,
-    choose_fastest,
-    choose_numbers,
-    estimate,
-)
+from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
+from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate
 from memo.estimate.hardware import Machine
 from memo.keys import Keys, Value
 from memo.layout import Layout
@@ -37,8 +31,7 @@ Suits = Callable[[Estimate], bool]
 
 
 def config_with(cfg: Config, **keys: Value) -> Config | None:
-    """Changes keys of a config; None where these cannot be. Of a Layout a Config is left where they are
-    auto."""
+    """Changes keys of a config; None where these cannot be. With auto a Layout becomes a Config."""
     try:
         return Config(**as_keys(cfg) | keys) if "auto" in keys.values() else replace(cfg, **keys)
     except ConfigError:
@@ -46,10 +39,10 @@ def config_with(cfg: Config, **keys: Value) -> Config | None:
 
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
-    """The Estimate, or None where the config cannot be or has no such layout. Of subsequences that are auto
-    the fewest that fit are taken, for which nothing is simulated; None where none do."""
+    """Makes the Estimate, or None where the config cannot be or has no such layout. Of subsequences that are
+    auto it takes the fewest that fit, which needs no simulation; None where none do."""
     def judge(got: Estimate) -> Judged:  # only what no_room() says nothing of is placed
-        return no_room(got.decided, machine, world) or got.untimed.judged
+        return no_room(got) or got.untimed.judged
     try:
         if cfg and cfg.undecided:
             got, judged = choose_numbers(cfg, machine, world, fast_arena, judge)
@@ -59,23 +52,21 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
         return None
 
 
-def no_room(cfg: Layout, machine: Machine, world: int) -> Judged | None:
-    """A config with numbers as choose() takes it, for which device or host are too small even with as little
-    there as its mode allows; None where nothing says so. Takes a small part of the time of an Estimate."""
-    if machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
+def no_room(got: Estimate) -> Judged | None:
+    """Judges an Estimate for which device or host are too small even with as little there as its mode allows;
+    None where nothing says so. Takes a small part of the time of the bytes of all stages."""
+    cfg, found = got.decided, list[Judged]()
+    if got.machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
         return None
-    itemsize, found = itemsize_of(cfg, machine), list[Judged]()
-    for stage in {0, cfg.pp - 1}:
-        one = cfg if stage == cfg.stage else replace(cfg, stage=stage)
-        room = beside_activations(one, machine, world, fast_arena).room
-        ways = [lacking(one, problem_of(one, itemsize, None, room, **way), room) for way in ways_of(one)]
-        found.append(min(ways))
-    most = max(found)
-    return most if most.lacking > 0 else None
+    for one in {cfg.every_stage[0], cfg.every_stage[-1]}:
+        room = got.besides[one.stage_kind].room
+        found.append(min(lacking(one, problem_of(one, got.itemsize, None, room, **way), room)
+                         for way in ways_of(one)))
+    return max(found) if max(found).lacking > 0 else None
 
 
 def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
-    """As no_room(), of one of the ways_of() a stage, whose problem has two buffers."""
+    """Judges, as no_room(), one of the ways_of() a stage, whose problem has two buffers."""
     swaps = cfg.activation in ("swap", "memo")
     if swaps:
         device = problem.device_bytes_at(0 if cfg.finds_alpha else problem.placement.n_rows)
@@ -91,18 +82,18 @@ def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
 
 
 def layout_values(cfg: Config) -> tuple[object, ...]:
-    """Equal for configs of one layout."""
+    """Makes a key that is equal for configs of one layout."""
     return cfg.pp, cfg.tp, cfg.cp, cfg.tensor_parallel, cfg.context_parallel
 
 
 def likeness(got: Estimate) -> tuple[object, ...]:
-    """Equal for modes that come to the same."""
+    """Makes a key that is equal for modes that come to the same."""
     return layout_values(got.decided), got.lines, got.tgs
 
 
 def fastest_of(fit: Sequence[Estimate], best: int) -> list[Estimate]:
-    """Of Estimates that fit without seconds those that may be among the `best`, where they fit with these,
-    too: schedules, which take long, run for those first that may be fastest, and for no others."""
+    """Picks those of Estimates that fit without seconds that may be among the `best`, where they fit with
+    these, too: schedules, which take long, run for those first that may be fastest, and for no others."""
     most, rates = [got.most_tgs for got in fit], dict[tuple[object, ...], float]()
     found: dict[int, Estimate] = {}
     for k in sorted(range(len(fit)), key=lambda k: -most[k]):
@@ -114,7 +105,7 @@ def fastest_of(fit: Sequence[Estimate], best: int) -> list[Estimate]:
 
 
 def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena) -> Estimate:
-    """The Estimate with the fastest of the subsequences that fit, where these are auto, found by `bound`."""
+    """Takes the fastest of the subsequences that fit, where these are auto, found by `bound`."""
     if not got.asked.undecided:
         return got
     fastest = choose_fastest(got.asked, got.machine, got.world, bound)
@@ -125,7 +116,7 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
 
 
 def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
-    """The Estimate of stages that help each other, where that is faster."""
+    """Lets stages help each other, where that is faster."""
     with suppress(ConfigError):  # one stage, too few subsequences, a trace that fails
         helped = estimate(replace(got.decided, msp=True), got.machine, got.world, arena)
         if helped.fits and speed(helped) > speed(got):
@@ -134,17 +125,19 @@ def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
 
 
 def speed(got: Estimate) -> float:
-    """The key by which Estimates are compared: tokens per second, or less memory where the speed is not
-    known."""
+    """Makes the key that compares Estimates: tokens per second, or less memory where speeds are not known."""
     return got.tgs * got.world if got.tgs else -got.device_bytes
 
 
-def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = MODES) -> Iterator[Config]:
-    """Every config that differs in layout, activation mode or the optimizer's place only, and can be; with
-    several stages in the subsequences too."""
-    depths = stage_numbers(cfg, world)
+def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = MODES) -> list[Config]:
+    """Lists every config that differs in layout, mode or optimizer's place, and subsequences for stages.
+    Errors: ConfigError: to estimate all would take hours."""
+    if world > MOST_RANKS:
+        raise ConfigError(f"--gpus={world} must be at most {MOST_RANKS} for --search (else each layout "
+                          "takes seconds); leave --search out")
+    every = list[Config | None]()
     widths = [tp for tp in degrees_of(world) if tp <= machine.node.gpus_per_node and cfg.n_head % tp == 0]
-    for pp, tp, mode in product(depths, widths, modes):
+    for pp, tp, mode in product(stage_numbers(cfg, world), widths, modes):
         if world % (pp * tp) or (pp > 1 and mode != modes[-1]):
             continue
         for cp in degrees_of(world // (pp * tp)):
@@ -153,31 +146,22 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = M
             for (use, kind), where in product(uses, ("auto", "cpu")):
                 keys = dict(tp=tp, cp=cp, tensor_parallel=use, head_groups="auto", context_parallel=kind,
                             optimizer_device=where, alpha="auto") | mode | stage_keys(cfg, pp)
-                if one := config_with(cfg, **keys):
-                    yield one
-
-
-def bounded_layouts(cfg: Config, machine: Machine, world: int,
-                    modes: Sequence[Keys] = MODES) -> list[Config]:
-    """layouts() to search. Errors: ConfigError: to estimate all would take hours."""
-    if world > MOST_RANKS:
-        raise ConfigError(f"--gpus={world} must be at most {MOST_RANKS} for --search (else each layout "
-                          "takes seconds); leave --search out")
-    every = [*layouts(cfg, machine, world, modes)]
-    if (work := len(every) * cfg.n_layer) > MOST_WORK:
-        raise ConfigError(f"n_layer={cfg.n_layer} * {len(every)} layouts = {work} must be at most "
+                every.append(config_with(cfg, **keys))
+    found = [*filter(None, every)]
+    if (work := len(found) * cfg.n_layer) > MOST_WORK:
+        raise ConfigError(f"n_layer={cfg.n_layer} * {len(found)} layouts = {work} must be at most "
                           f"{MOST_WORK} for --search (each takes time); leave --search out, or "
                           "lower --gpus or --n_layer")
-    return every
+    return found
 
 
 def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
            best: int = 5) -> list[Estimate]:
-    """The `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by `arena`;
-    with stages that help each other (msp) where these are faster so. Where none fits, the one that takes the
-    least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
+    """Finds the `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by
+    `arena`; with stages that help each other (msp) where these are faster so. Where none fits, the one that
+    takes the least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
     seen: set[tuple[object, ...]] = set()
-    every, judged = bounded_layouts(cfg, machine, world), 0
+    every, judged = layouts(cfg, machine, world), 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "
                           "looked at closely"):
         fit, taken = list[Estimate](), list[Estimate]()
@@ -211,17 +195,16 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
             suits: Suits = lambda got: got.fits) -> Estimate | None:
-    """The Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024 * cp
-    * tp up to LONGEST; None where not one of them does."""
+    """Finds the Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024
+    * cp * tp up to LONGEST; None where not one of them does."""
     most = longest_by_bound(cfg, machine, world, suits)
     return most and with_seconds(most, machine, arena, suits)
 
 
 def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bound: ArenaOf = fast_arena,
                      start: Estimate | None = None) -> Estimate | None:
-    """The longest that suits without seconds, where `bound` gives the temporary tensors. `start`: one that
-    does, by which the search begins. Steps double until none suits, then bisection, for memory grows with the
-    sequence."""
+    """Finds the longest that suits without seconds, where `bound` gives the temporary tensors, from `start`
+    on, one that does. Steps double until none suits, then bisection, for memory grows with the sequence."""
     unit, best = MULTIPLE * cfg.cp * cfg.tp, start
     least = -(-cfg.n_subsequences * cfg.block_multiple // unit)  # units: each subsequence has a multiple
     low = start.decided.block_size // unit if start else least - 1
@@ -229,7 +212,6 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
     high = low + step
 
     def suit(n: int) -> bool:
-        """Whether n units do."""
         nonlocal best
         got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, bound)
         if not (got and got.untimed.fits and suits(got.untimed)):
@@ -247,8 +229,7 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
 
 
 def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits) -> Estimate | None:
-    """Of the longest by the bound the Estimate that suits with seconds, too; of one that is longer, or
-    shorter, as `arena` gives the temporary tensors."""
+    """Looks near the longest by the bound for the longest that suits with seconds, and with `arena`."""
     cfg, bound = most.decided, fast_arena
     unit, works = MULTIPLE * cfg.cp * cfg.tp, "bounding" if arena is fast_arena else "tracing"
     with progress(lambda: f"{works} a step of {cfg.block_size:,} tokens"):
@@ -269,9 +250,9 @@ def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits)
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
                        best: int = 5, modes: Sequence[Keys] = FARTHEST,
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
-    """Of the `best` layouts with the longest contexts the Estimate of each one's longest that `suits`, the
-    longest first; judged by the fast bound, the longest by `arena`, too. Empty where no layout fits."""
-    every, tried = bounded_layouts(cfg, machine, world, modes), 0
+    """Finds the `best` layouts with the longest contexts that `suits` -> their Estimates, the longest first;
+    judged by the fast bound, the longest by `arena`, too."""
+    every, tried = layouts(cfg, machine, world, modes), 0
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple[object, ...], Estimate] = {}
 
@@ -299,14 +280,13 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
 
 
 def at_its_end(got: Estimate) -> bool:
-    """Whether the search for the longest context, not the memory, ended at this Estimate."""
+    """Says whether the search for the longest context, not the memory, ended at this Estimate."""
     unit = MULTIPLE * got.cfg.cp * got.cfg.tp
     return got.cfg.block_size + unit > max(LONGEST, unit)
 
 
 def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
-    """[(what to change, Estimate)]: the changes by which this estimate would fit, the fastest first; the last
-    one a shorter context."""
+    """Lists [(what to change, Estimate)] with which it would fit, fastest first, last a shorter context."""
     cfg, machine, world, cpu = got.asked, got.machine, got.world, dict(optimizer_device="cpu")
     changes: list[Keys] = [
         dict(activation="memo", alpha="auto"), dict(activation="recompute", alpha="auto"),
@@ -344,40 +324,3 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     if shorter is None or shorter.cfg.block_size >= cfg.block_size:
         return found[:most]
     return [*found[:most - 1], (f"--block_size={shorter.cfg.block_size}", shorter)]
-
-
-# {region: keys that make it smaller}
-KNOBS = {"params": "--tp, --states=sharded or --states=host", "grads": "--tp, or --states=host",
-         "optimizer": "--optimizer_device=cpu, --states=host, or more ranks",
-         "rounding_buffers": "--cp or --tp, more --subsequences, or a lower --alpha",
-         "transient": "--cp or --tp, or more --subsequences", "stream": "--cp or --tp",
-         "keys": "--cp or --tp", "key_gradients": "--cp or --tp", "sweep": "more --subsequences",
-         "resident": "--activation=memo"}
-ACTIVATIONS = "rounding_buffers", "keys", "key_gradients", "stream", "sweep", "resident"  # taken at once
-
-
-def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
-    """The line on a run that found no memory for `region`, or, where that is the buffers, for what is taken
-    with them: what was expected of it, the knob of the largest, the longest context. `capacity`: the device's
-    bytes that other processes leave, None where it is the host."""
-    line = f"out of memory ({text}) while the region"
-    if expected is None:
-        return f"{line} {region} grew; try {KNOBS[region]}, or a smaller --block_size"
-    cfg, machine = expected.cfg, expected.machine
-    nbytes = {name: max(expected.bytes_of(name)) for name in ACTIVATIONS} if region in ACTIVATIONS else {}
-    grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
-    largest = max(grew, key=grew.__getitem__)
-    knob = KNOBS[largest]
-    if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
-        knob += ", or --unit_order=layer"
-    if capacity is not None:
-        assert machine.memory_bytes is not None  # `capacity` is of a device with its own
-        machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
-    line += (f"{'s' * (len(grew) > 1)} {', '.join(grew)} grew, estimated at {sum(grew.values()) / 2**30:.4g} "
-             f"GiB of {expected.device_bytes / 2**30:.4g} in all")
-    most = longest(cfg, machine, expected.world, fast_arena)
-    if most is None:
-        return f"{line}; try {knob}; no block_size fits"
-    if most.cfg.block_size >= cfg.block_size:
-        line += ", which should fit: something else takes the memory, or the estimate is wrong"
-    return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"

@@ -60,7 +60,7 @@ class PartOfUnit:
 
 
 def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates | PartOfUnit]:
-    """The UnitRates of a layer's units of whole subsequences made those of Placement.lengths."""
+    """Makes the rates of a layer's whole subsequences those of Placement.lengths."""
     p, parts = placement, [1.0] * placement.subsequences
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
@@ -72,9 +72,8 @@ def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates
 
 
 class StateSeconds(NamedTuple):
-    """Seconds of the steps that move a layer's states (memo/schedule/program.py): its parameters come, its
-    gradients leave, the sums of earlier micro batches come. `embedding`, `head`: how many times as large they
-    are as a layer."""
+    """Seconds in which a layer's parameters come, its gradients leave, the sums of earlier micro batches
+    come. `embedding`, `head`: how many times as large they are as a layer."""
 
     weights_s: float = 0.0
     gradients_s: float = 0.0
@@ -83,7 +82,7 @@ class StateSeconds(NamedTuple):
     head: float = 0.0
 
     def of(self, step: Step, head: int) -> float:
-        """`head`: its number among the layers."""
+        """Looks up the seconds of a step. `head`: its number among the layers."""
         size = {EMBEDDING: self.embedding, head: self.head}.get(step.unit[0], 1.0)
         if step.op is Op.OFFLOAD:
             return size * self.gradients_s
@@ -102,16 +101,15 @@ class Lanes(NamedTuple):
     memory_bytes_per_s: float = inf
 
     def seconds(self, nbytes: float, step: Step, together: int) -> float:
-        """Of a message to the step's peer, where bulk goes to, or comes from, so many stages at once."""
+        """Counts a message's seconds; bulk goes to, or comes from, so many stages `together`."""
         assert step.peer is not None
         bulk = step.moved in (Moved.LOAN, Moved.REPAYMENT)
         return nbytes * (together if bulk else 1) / self.bytes_per_s[step.peer]
 
 
 class Ends(NamedTuple):
-    """Seconds of a stage beside its layers and copies: of all rows of a micro batch, with their gradients; of
-    the messages of each subsequence to the next stage, and to the one before. `lanes`: None where messages
-    between a home and its helpers are free."""
+    """Seconds of a stage beside its layers and copies: of all rows of a micro batch, with gradients; of each
+    subsequence's messages to the next stage, and to the one before. `lanes`: None: help is free."""
 
     embedding_s: float
     head_s: float
@@ -123,7 +121,7 @@ class Ends(NamedTuple):
 def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
                  bytes_per_s: float, states: StateSeconds = STAY,
                  ends: Ends | None = None) -> Callable[[Step], float]:
-    """-> what gives the seconds of a step of a stage's schedule: of a layer's `units`, of a copy at
+    """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units`, of a copy at
     `bytes_per_s`, of a layer's `states`; and of `ends`, where head and embedding, whose seconds are shared
     out by tokens, and messages count."""
     p, lanes = placement, ends.lanes if ends else None
@@ -173,5 +171,4 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
 
 
 def layers_s(placement: Placement, seconds: Callable[[Step], float]) -> Totals:
-    """The Totals of all layers, as the schedule runs."""
     return totals_of(placement.program, seconds)

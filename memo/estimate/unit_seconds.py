@@ -5,22 +5,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import fsum
 
-from memo.estimate.attention_seconds import attention, dealing
 from memo.estimate.hardware import Machine
 from memo.estimate.metp_seconds import Metp
-from memo.estimate.roofline import (
-    ADDING,
-    GRADIENT_BYTES,
-    KERNELS,
-    MESSAGES,
-    ROUNDING,
-    SCALE_BYTES,
-    TURNING_GRADIENT,
-    TURNING_INPUT,
-    Cost,
-    Unit,
-    total,
-)
+from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, attention, dealing, total
 from memo.estimate.step_seconds import UnitRates
 from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.layout import Layout
@@ -28,7 +15,7 @@ from memo.subsequences import subsequence_lengths
 
 
 class Block(Unit):
-    """The Costs of a unit by tensor parallelism."""
+    """Costs a unit by tensor parallelism."""
 
     # --- products and their messages ---
 
@@ -46,8 +33,8 @@ class Block(Unit):
 
     @property
     def inputs(self) -> list[tuple[str, float]]:
-        """Messages of a product's input: (op, elements of the run's dtype a row)."""
-        fp8 = [("gather", self.C / self.itemsize), ("gather", SCALE_BYTES / self.itemsize)]
+        """Lists the messages of a product's input: (op, elements of the run's dtype a row)."""
+        fp8 = [("gather", self.C / self.itemsize), ("gather", self.SCALE_BYTES / self.itemsize)]
         return fp8 if self.cfg.matmul == "fp8" else [("gather", self.C)]
 
     def messages(self, products: Iterable[Operation], messages: Sequence[tuple[str, float]],
@@ -89,17 +76,17 @@ class Block(Unit):
         if self.cfg.matmul != "fp8":
             return []
         column, weights, together = op.kind == "column", op.gives * op.takes / self.tp, self.together(op)
-        costs = [self.matrix_copy(ROUNDING * weights)] * self.pieces
+        costs = [self.matrix_copy(self.ROUNDING * weights)] * self.pieces
         if way == "forward":
-            rounded = self.copy(ROUNDING * op.takes).seconds / (len(together) if column else 1)
+            rounded = self.copy(self.ROUNDING * op.takes).seconds / (len(together) if column else 1)
             residual = not column and self.tp == 1  # which is added behind the product
-            return [*costs, Cost(rounded), *[self.copy(ADDING * op.gives)] * residual]
+            return [*costs, Cost(rounded), *[self.copy(self.ADDING * op.gives)] * residual]
         x, dy = (op.takes * self.tp, op.gives) if column else (op.takes, op.gives * self.tp)
-        costs += [self.copy((ROUNDING + TURNING_GRADIENT) * dy), self.copy(TURNING_INPUT * x)]
+        costs += [self.copy((self.ROUNDING + self.TURNING_GRADIENT) * dy), self.copy(self.TURNING_INPUT * x)]
         if column and op is not together[0]:  # its gradient is added to that of the first
-            costs.append(self.copy(ADDING * x))
+            costs.append(self.copy(self.ADDING * x))
         if self.cfg.ops != "te":
-            costs += [self.matrix_copy(GRADIENT_BYTES / self.itemsize * weights)] * self.pieces
+            costs += [self.matrix_copy(self.GRADIENT_BYTES / self.itemsize * weights)] * self.pieces
         return costs
 
     # --- the passes ---
@@ -153,8 +140,8 @@ class Block(Unit):
 
 
 class UnitSeconds(UnitRates):
-    """The UnitRates that a unit's Costs add up to. `attention_kernels_s`, `messages_s`: of these in forward
-    and backward, for attention's kernels and for what nothing hides of messages."""
+    """Adds up a unit's Costs. `attention_kernels_s`, `messages_s`: of these in forward and backward, for
+    attention's kernels and for what nothing hides of messages."""
 
     def __init__(self, unit: Block | Metp) -> None:
         self.unit, u, self.rows = unit, unit, unit.own
@@ -193,14 +180,13 @@ class LayerSeconds:
 
 
 def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
-    """The seconds of a layer of a config."""
+    """Models the seconds of a layer of a config."""
     return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
                                       alpha_mode="per_tensor"), machine, itemsize)
 
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
 def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
-    """Those of keys that count."""
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
     ends = range(1, len(lengths) + 1) if len(lengths) > 1 else (0,)
     return LayerSeconds([UnitSeconds(kind(cfg, machine, itemsize, lengths[:end])) for end in ends])

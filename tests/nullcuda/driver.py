@@ -123,7 +123,7 @@ def as_modelled(job):
         enter = stack.enter_context
         enter(patch.object(hardware, "machine", with_figures))
         enter(patch.object(slab, "available", lambda: free))
-        enter(patch("memo.estimate.expected.available", lambda: free))
+        enter(patch("memo.run.available", lambda: free))
         enter(patch.object(Optimizer, "check_copies", launched_alone(Optimizer.check_copies)))
         enter(patch("memo.checkpoint.is_finite", lambda tensor: True))
         if job.get("sparse"):

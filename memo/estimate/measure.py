@@ -1,15 +1,14 @@
-"""Measures the speed of the operations of a step on this machine, for memo.estimate:
+"""Measures speeds on the machine at hand: of the operations of a step, for memo.estimate (`python -m
+memo.profiler --calibrate`); of a run's own layer, states and copies, before its first step, for the alpha
+program.
 
-    python -m memo.profiler --calibrate                             one rank
-    torchrun --nproc_per_node=8 -m memo.profiler --calibrate        eight at once, and their messages
-
-The operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
+Operations are those that a run calls (memo/ops.py, memo/parallel/tp.py, memo/optim.py), at several sizes,
 each timed on all ranks together; the slowest rank's figure counts. Messages follow products there: what they
-add to these counts (seconds_of).
+add to these counts (seconds_of). Measuring a block overwrites its buffers, and its gradients.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
@@ -20,26 +19,33 @@ from memo.attention import resolve_attention
 from memo.backends import check_matmul
 from memo.command import progress
 from memo.config import Config
+from memo.decide import Rates
 from memo.device import device_name, gpu_facts, synchronize
 from memo.errors import ConfigError
 from memo.estimate import hardware
 from memo.estimate.pipeline_seconds import ADAMW_BYTES
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
+from memo.estimate.step_seconds import StateSeconds, UnitRates
 from memo.files import keep, readable_json
 from memo.keys import Keys
+from memo.layer import ATTENTION, groups_of
 from memo.matmul import accumulate_product, product
 from memo.ops import gelu_backward, gelu_forward, resolve_ops
-from memo.optim import adamw_step
+from memo.optim import Optimizer, adamw_step
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena, NoArena, Unavailable
-from memo.swap.buffers import copy_bytes
+from memo.protocols import LayerBlock, Model
+from memo.schedule.step import Unit
+from memo.swap.buffers import Swap, copy_bytes
 from memo.swap.slab import HostSlab, available
 
 # measurements of each operation, the least seconds of one, and rounds of all of them: what else runs on a
 # machine may last as long as all repeats of one operation
 REPEATS, LEAST_S, ROUNDS = 3, 0.02, 2
+LONG_S = 0.5  # a call of a run's own layer that takes longer is measured once
 BEHIND = 10  # messages of a measurement, each behind computing
+STAGING_BYTES = 2**28  # of each direction's copies of a run; large enough for the full speed of a bus
 # columns of the tensors of elementwise passes, and those of one head. A GPU's programs have a row each
 ROW_WIDTH, HEAD_DIM = {"cpu": 512, "cuda": 4096}, {"cpu": 64, "cuda": 128}
 Call = Callable[[], object]
@@ -48,7 +54,7 @@ Timings = tuple[float, float, float]  # seconds: by itself, behind computing, th
 
 
 def slowest_seconds(call: Call, n: int, device: torch.device, host: Axis) -> float:
-    """Seconds of one of n calls, on the slowest rank. All ranks begin together."""
+    """Times one of n calls, on the slowest rank. All ranks begin together."""
     synchronize(device)
     host.max(0.0)
     start = time.perf_counter()
@@ -59,20 +65,29 @@ def slowest_seconds(call: Call, n: int, device: torch.device, host: Axis) -> flo
 
 
 def fastest_seconds(call: Call, device: torch.device, host: Axis) -> float:
-    """Seconds of call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds. All
-    ranks measure at once."""
+    """Times call() on the slowest rank, the least of REPEATS: what else runs on a machine only adds."""
     call()
     n = max(1, int(LEAST_S / slowest_seconds(call, 1, device, host)))
     return min(slowest_seconds(call, n, device, host) for _ in range(REPEATS))
 
 
-def timings(call: Call, device: torch.device, host: Axis) -> Timings:
-    """Of what is no message: nothing is before it."""
-    return fastest_seconds(call, device, host), 0.0, 0.0
+def least_seconds(device: torch.device, call: Call, before: Call = lambda: None,
+                  host: Axis = ALONE.host) -> float:
+    """Times call(), which has run before, on the slowest rank of `host`: the least of three, or the first
+    where that is long. `before` runs ahead of each, untimed."""
+    best = float("inf")
+    for _ in range(3):
+        before()
+        best = min(best, slowest_seconds(call, 1, device, host))
+        if best > LONG_S:
+            break
+    return best
 
+
+# --- the operations of a step ---
 
 def timings_behind(computing: Call, message: Call, device: torch.device, host: Axis) -> Timings:
-    """Of a message behind computing that all ranks do before it: each on the slowest rank and the least of
+    """Times a message behind computing that all ranks do before it: each on the slowest rank and the least of
     REPEATS, the last two by turns. The host waits for the device at the end alone."""
     def both() -> None:
         computing()
@@ -86,9 +101,9 @@ def timings_behind(computing: Call, message: Call, device: torch.device, host: A
 
 
 def seconds_of(times: Timings) -> float:
-    """Seconds of an operation; of a message those that it adds to computing, and no less than it takes by
-    itself. Ranks that take turns at being late wait for each other, which is in these; a rank that is always
-    late is in those of the computing."""
+    """Counts an operation's seconds: a message's are those that it adds to computing, no less than alone.
+    Waiting for ranks that take turns at being late is in these; for one that is always late it is in the
+    computing's."""
     itself, together, alone = times
     return max(itself, together - alone)
 
@@ -103,7 +118,7 @@ def open_arena(device: torch.device) -> Arena | NoArena:
 
 def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
             with_fp8: bool = False) -> dict[str, Job]:
-    """{operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w."""
+    """Makes {operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w."""
     x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
     w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
@@ -119,7 +134,7 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
 
 def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Tensor,
                  dw: torch.Tensor) -> Call:
-    """The same three products in FP8; what they multiply is rounded before."""
+    """Makes the call of the three products of matmuls() in FP8; what they multiply is rounded before."""
     xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
     dyq = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2)
     operands = fp8.gradient_operands(g, xq)
@@ -132,7 +147,7 @@ def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Te
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FP8 products run there beside others in a dtype."""
+    """Says whether FP8 products run on a device beside others in a dtype."""
     try:
         check_matmul(Config(matmul="fp8"), gpu_facts(device)["capability"], dtype.itemsize)
     except ConfigError:
@@ -141,7 +156,7 @@ def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
-    """{operation: (call, bytes read and written)} over tensors of about so many bytes."""
+    """Makes {operation: (call, bytes read and written)} over tensors of about so many bytes."""
     C, D = ROW_WIDTH[device.type], HEAD_DIM[device.type]
     rows = max(1, nbytes // dtype.itemsize // C)
     x, y, out, gate, up = (torch.randn(rows, C, dtype=dtype, device=device) for _ in range(5))
@@ -176,8 +191,7 @@ def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[st
 
 def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device, name: str = "auto",
                causal: bool = True) -> dict[str, Job]:
-    """{operation: (call, FLOPs)} over T tokens of a few heads, with the kernel called `name`; without
-    `causal` all see all."""
+    """Makes {operation: (call, FLOPs)} over T tokens of a few heads; without `causal` all see all."""
     attention, what = resolve_attention(name, device, dtype, D), "attention" + " full" * (not causal)
     H = max(2, torch.get_num_threads()) if device.type == "cpu" else 16
     q, k, v, dout = (torch.randn(1, T, H, D, dtype=dtype, device=device) for _ in range(4))
@@ -189,7 +203,7 @@ def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device, name: s
 
 
 def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
-    """{operation: (call, bytes a rank sends)}."""
+    """Makes {operation: (call, bytes a rank sends)}."""
     x = torch.zeros(axis.size, -(-nbytes // 4 // axis.size), device=device)
     rest = x.nbytes * (axis.size - 1) // axis.size
     return {"gather": (partial(axis.gather, x[0]), rest), "scatter": (partial(axis.scatter_sum, x), rest),
@@ -199,8 +213,8 @@ def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
 
 
 def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
-    """Bytes per second in each direction between a GPU and the host, while all ranks copy in both, as a run
-    with several subsequences does; on a CPU in one."""
+    """Measures the bytes per second of each direction between a GPU and the host, while all ranks copy in
+    both, as a run with several subsequences does; on a CPU in one."""
     buffers, slab = torch.zeros(2, nbytes, dtype=torch.uint8, device=device), HostSlab(2 * nbytes, device)
     kept = slab.bytes.view(2, nbytes)
     lanes: list[AbstractContextManager[None]] = [nullcontext()]
@@ -217,6 +231,11 @@ def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
         slab.close()
 
 
+def counted(op: str) -> str:
+    """Says what the speed of an operation counts."""
+    return "FLOPs" if op.startswith(("matmul", "attention")) else "bytes"
+
+
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
@@ -225,22 +244,20 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
     cuda, doing = device.type == "cuda", ""
     rows = 2**16 if cuda else 4096  # of products
 
-    def say(op: str, amount: float) -> None:
-        nonlocal doing
-        doing = f"{op}, {amount:.2g} {'FLOPs' if op.startswith(('matmul', 'attention')) else 'bytes'}"
-
     with progress(lambda: f"measuring {doing}", axis.rank == 0), closing(open_arena(device)) as arena:
         def measure(calls: dict[str, Job], size: int | None, label: int,
-                    timings_of: Callable[..., Timings] = timings) -> None:
-            # a segment's first run is recorded, the others have planned memory
+                    computing: Call | None = None) -> None:
+            nonlocal doing
             for op, (call, amount) in calls.items():
-                say(op, amount)  # the first run may build the library of the memory plan
+                doing = f"{op}, {amount:.2g} {counted(op)}"
                 segment = partial(arena.run, f"{op} {label}", call)
-                segment()
+                segment()  # the first run is recorded, and may build the library of the memory plan
                 arena.settle()
-                point, (a, b, c) = (op, size or amount), timings_of(segment, device, host)
-                amounts[point], known = amount, least.get(point, (a, b, c))
-                least[point] = min(a, known[0]), min(b, known[1]), min(c, known[2])
+                times = timings_behind(computing, segment, device, host) if computing else (
+                    fastest_seconds(segment, device, host), 0.0, 0.0)
+                amounts[point := (op, size or amount)] = amount
+                a, b, c = map(min, times, least.get(point, times))
+                least[point] = a, b, c
         for _ in range(ROUNDS):
             for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
                 measure(matmuls(size, rows, dtype, device, has_fp8(device, dtype)), size, size)
@@ -250,9 +267,8 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             for nbytes in (2**24, 2**26, 2**28) if cuda else (2**16, 2**19, 2**21, 2**23, 2**25):
                 measure(row_passes(nbytes, dtype, device), None, nbytes)
             computing, _ = matmuls(1024 if cuda else 128, rows, dtype, device)["matmul"]
-            behind = partial(timings_behind, computing)
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
-                measure(messages(nbytes, axis, device), None, nbytes, behind)
+                measure(messages(nbytes, axis, device), None, nbytes, computing)
     table: dict[str, list[hardware.Point]] = {}
     for op, size in sorted(least):
         table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
@@ -273,3 +289,106 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
         path = hardware.calibration_path(axis.size)
         keep(readable_json(measured).encode(), path)
     return measured
+
+
+# --- a run's own layer ---
+
+def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host: Axis) -> UnitRates:
+    """Times `block` at subsequence i, behind those before, in the buffer of the first layer's unit."""
+    s, (_, y) = swap.units[Unit(0, i)], swap.between[Unit(0, i)]
+    generator = torch.Generator(device).manual_seed(i)
+    forward, backward = partial(block.forward, s, y), partial(block.backward, y, s)
+
+    def refill() -> None:
+        s.x.normal_(generator=generator)
+        forward()
+
+    def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
+        rows = dict.fromkeys(tensors, slice(None))
+        return least_seconds(device, partial(block.recompute, s, rows), host=host)
+
+    refill()  # untimed: libraries load, attention's kernels are chosen
+    forward_s = least_seconds(device, forward, host=host)
+    launches_s = recompute_s(())
+    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
+                for name, tensors in groups_of(swap.tensors).items()}
+    attention_s, sweep_s, p = 0.0, 0.0, swap.placement
+    if p.several or p.layers_come:
+        attention_s = max(0.0, recompute_s((ATTENTION,)) - launches_s)
+    if p.several:
+        sweep_s = least_seconds(device, partial(block.sweep, s, s.x), host=host)
+    backward()
+    backward_s = least_seconds(device, backward, before=refill, host=host)
+    return UnitRates(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
+
+
+def layer_rates(block: LayerBlock, swap: Swap, device: torch.device,
+                host: Axis) -> tuple[list[UnitRates], int | None]:
+    """Times the units of `block`, one a subsequence -> (these, transient_bytes)."""
+    def timed() -> list[UnitRates]:
+        return [unit_rates(block, swap, i, device, host) for i in range(swap.placement.subsequences)]
+    if device.type != "cuda":
+        return timed(), None
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    return timed(), int(*host.max(torch.cuda.max_memory_allocated(device) - before))
+
+
+def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple[float, float]:
+    """Measures bytes per second (device to host, host to device), both directions busy at once, between a
+    buffer and a host block of its own; all ranks of `host` copy at once."""
+    buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
+    nbytes: int = min(STAGING_BYTES, buffer.nbytes // 2)
+    slab = HostSlab(2 * nbytes, device, pin)
+    to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]
+    to_device = [(buffer[-nbytes:], slab.bytes[-nbytes:])]
+    streams = swap.streams
+    host.max(0)  # ranks that share a link, or a host's memory, begin when all of them are ready
+    try:
+        for _ in range(4):  # the first one warms up
+            streams.offload.launch("measure", copy_bytes, to_host)
+            streams.prefetch.launch("measure", copy_bytes, to_device)
+    finally:
+        streams.offload.synchronize()
+        streams.prefetch.synchronize()
+        slab.close()
+    spans = streams.timeline.take()
+
+    def rate(stream: str) -> float:
+        copies = [s for s in spans if (s.label, s.stream) == ("measure", stream)][1:]
+        elapsed_s: float = copies[-1].end_s - copies[0].start_s
+        return len(copies) * nbytes / elapsed_s
+    return rate("offload"), rate("prefetch")
+
+
+def measured_states(model: Model) -> StateSeconds:
+    """Times the steps that move a layer's states, on the slowest of all ranks."""
+    optimizer, k = model.source, 1
+    assert isinstance(optimizer, Optimizer)
+    embedding, layer, *_, head = (end - start for start, end in model.buckets)
+
+    def seconds(move: Callable[..., object], *args: object) -> float:
+        return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
+    def leave(k: int) -> None:
+        optimizer.start_sum(k).wait()
+        optimizer.leave(k)
+    found = StateSeconds(seconds(optimizer.bring_weights), seconds(leave),
+                         seconds(optimizer.bring_sums, True) * (model.micro_batches > 1),
+                         embedding / layer, head / layer)
+    model.grads.zero_()
+    optimizer.put(k)  # the gradients may have had the place of the weights
+    return found
+
+
+def measure(block: LayerBlock, swap: Swap, device: torch.device, pin: bool = True, peers: Axis = ALONE.peers,
+            host: Axis = ALONE.host) -> Rates:
+    """Measures the Rates of `block` in the buffers of `swap`: of the slowest rank of `peers`, so that all of
+    them decide alike. All ranks of `host` copy at once."""
+    synchronize(device)
+    swap.streams.timeline.take()
+    units, transient = layer_rates(block, swap, device, peers)
+    offload, prefetch = peers.max(*(-rate for rate in copy_rates(swap, device, pin, host)))  # of the slowest
+    forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
+    recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
+    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
+                 tuple(units) if len(units) > 1 or swap.placement.layers_come else ())
