@@ -39,6 +39,11 @@ class StageFacts:
     room: Room
     ends: Ends | None
 
+    @property
+    def timed(self) -> bool:
+        """Says whether seconds are known, and decide."""
+        return bool(self.rates and self.rates.units and self.ends)
+
     def seconds(self, placement: Placement) -> Callable[[Step], float]:
         """Makes what gives the seconds of a step of the stage's schedule."""
         assert self.rates is not None and self.ends is not None
@@ -116,7 +121,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     once; else as much as that goes for one stage after the other, those that are alike together. Where
     seconds are not known, or hardly more would be copied, they are as alone."""
     found = list(alone)
-    if any(stage.rates is None or not stage.rates.units for stage in stages):
+    if not all(stage.timed for stage in stages):
         return found
     problems = {k: stage.problem(p) for k, (stage, (p, *_)) in enumerate(zip(stages, alone, strict=True))
                 if (stage.cfg.finds_alpha or rests(stage.cfg)) and p.n_swapped > 0}

@@ -112,7 +112,7 @@ def decided_shares(stages: Sequence[StageFacts]) -> Shares:
     """Decides the fastest Shares: idle stages help all busy ones, or are dealt out to them; before their own
     subsequences, behind them, both or not at all. All stages must have the same facts."""
     cfg = stages[0].cfg
-    if not timed(stages):
+    if not all(one.timed for one in stages):
         return even_shares(cfg)
     ways: list[Shares] = [()]
     for helping in (helpers, dealt_helpers):
@@ -150,13 +150,9 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
         return list(alone)
     if measured:  # what is faster was judged by what is typical
         return together
-    seconds = [micro_batch_s(*both) for both in ((helped, together), (stages, alone)) if timed(stages)]
-    return together if seconds == sorted(seconds) else list(alone)
-
-
-def timed(stages: Sequence[StageFacts]) -> bool:
-    """Says whether seconds decide: all stages know theirs."""
-    return all(one.rates and one.rates.units and one.ends for one in stages)
+    faster = not all(one.timed for one in stages) or (
+        micro_batch_s(helped, together) <= micro_batch_s(stages, alone))
+    return together if faster else list(alone)
 
 
 def lacking_bytes(facts: StageFacts, placed: Placed) -> float:

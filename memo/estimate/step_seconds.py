@@ -34,39 +34,26 @@ class UnitRates:
         return groups_s + (self.attention_s if parts.get(ATTENTION) else 0.0)
 
 
-@dataclass(frozen=True)
-class PartOfUnit:
-    """Seconds of a piece of a unit's rows. `part`: of the unit's FLOPs; `rows`: of its rows."""
+class PartOfUnit(UnitRates):
+    """Seconds of a piece of a unit's rows. `part`: of the unit's FLOPs; `share`: of its rows."""
 
-    unit: UnitRates
-    part: float
-    rows: float
-
-    @property
-    def forward_s(self) -> float:
-        return self.part * self.unit.forward_s
-
-    @property
-    def backward_s(self) -> float:
-        return self.part * self.unit.backward_s
-
-    @property
-    def sweep_s(self) -> float:
-        return self.rows * self.unit.sweep_s
+    def __init__(self, unit: UnitRates, part: float, share: float) -> None:
+        super().__init__(share * unit.rows, part * unit.forward_s, part * unit.backward_s,
+                         share * unit.sweep_s, part * unit.attention_s, unit.groups_s)
+        self.unit, self.part, self.share = unit, part, share
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
-        whole = {name: slice(0, round((r.stop - r.start) / self.rows)) for name, r in missing.items()}
+        whole = {name: slice(0, round((r.stop - r.start) / self.share)) for name, r in missing.items()}
         return self.part * self.unit.recompute_s(whole)
 
 
-def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates | PartOfUnit]:
+def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates]:
     """Makes the rates of a layer's whole subsequences those of Placement.lengths."""
     p, parts = placement, [1.0] * placement.subsequences
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
-    own: list[UnitRates | PartOfUnit] = [
-        unit if part == 1 else PartOfUnit(unit, part, n / whole)
-        for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
+    own = [unit if part == 1 else PartOfUnit(unit, part, n / whole)
+           for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
     return own + [PartOfUnit(units[piece.subsequence], piece.part, piece.rows / p.cuts[piece.subsequence])
                   for piece in p.guests]
 
