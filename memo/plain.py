@@ -57,11 +57,10 @@ class Kept(Activations):
 
 @dataclass
 class Memory:
-    """Holds the activations of all layers; behind the last layer's stands an entry whose x is the last
-    layer's output. `slab`: the host's memory, exactly as large as what is copied; None where nothing is."""
+    """Holds the activations of all layers, and behind them an entry whose x is the last layer's output."""
 
     layers: list[Kept]
-    slab: HostSlab | None
+    slab: HostSlab | None  # the host's memory, exactly as large as what is copied; None where nothing is
 
 
 def kept_rows(alpha: float, n: int) -> int:
@@ -120,14 +119,13 @@ def training_step(model: Model, memory: Memory, streams: Streams, tokens: torch.
         "forward", "offload", "backward", "prefetch"))
     positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
     turn = model.rotations_of(positions)  # rotary positions; None where positions are learned
-    for s in layers:
-        s.turn = turn
     ids, loss = tokens.reshape(-1), torch.zeros((), device=tokens.device)
 
     compute.launch("embedding", edges.embed, ids, positions, layers[0].x)
     for k in range(L):
         if k >= 2:  # protects layer k - 2: its copy still reads the buffer that layer k writes over
             compute.wait(offloaded[k - 2])
+        layers[k].turn = turn
         compute.launch(f"forward {k}", blocks[k].forward, layers[k], layers[k + 1].x)
         if k < L - 2:
             compute.record(computed[k])

@@ -73,6 +73,17 @@ def arena_here(cfg: Layout, machine: Machine) -> ArenaBytes:
         replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
 
 
+def check_out_dir(out: Path, read: dict[str, str | Path | None], resumes: bool) -> None:
+    """Refuses a folder whose files are not a run's. `read`: folders that keys name. Errors: ConfigError."""
+    for key, folder in read.items():
+        if folder and out.is_dir() and out.samefile(folder):
+            raise ConfigError(f"out_dir={out} is what {key} reads, and its files would be replaced; choose "
+                              "another --out_dir")
+    config = out / CONFIG
+    if not resumes and config.is_file() and "block_size" not in load_json(config, "choose another --out_dir"):
+        raise ConfigError(f"{config} is not of a run, and would be replaced; choose another --out_dir")
+
+
 def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
                passed_over: dict[Path, str]) -> Checked:
     """Checks all that needs no other rank, before the device is touched; Decided where nothing is left to
@@ -94,13 +105,7 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
         raise ConfigError(f"out_dir={out} already holds a checkpoint, which init_from={cfg.init_from} would "
                           "overwrite; go on with --init_from=resume or choose another --out_dir")
     hf = cfg.init_from.removeprefix("hf:") if cfg.init_from.startswith("hf:") else None
-    for key, folder in (("init_from", hf), ("dataset", data.folder)):
-        if folder and out.is_dir() and out.samefile(folder):
-            raise ConfigError(f"out_dir={out} is what {key} reads, and its files would be replaced; choose "
-                              "another --out_dir")
-    there = out / CONFIG
-    if not ckpt and there.is_file() and "block_size" not in load_json(there, "choose another --out_dir"):
-        raise ConfigError(f"{there} is not of a run, and would be replaced; choose another --out_dir")
+    check_out_dir(out, dict(init_from=hf, dataset=data.folder), resumes=ckpt is not None)
     if hf:
         check_folder(hf, cfg)
     if ckpt is not None or hf:

@@ -398,6 +398,6 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
     two = "sequence    2 subsequences of 256 tokens, layer by layer"
     assert resumed("--batch_size=2") == f"{two}: tossed; before: subsequences=4"
-    monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: (
-        SimpleNamespace(untimed=SimpleNamespace(fits=cfg.subsequences != 4))))
+    monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: estimate(cfg, *a).but(
+        untimed=SimpleNamespace(fits=cfg.subsequences != 4)))
     assert resumed() == f"{two}: tossed; before: subsequences=4"

@@ -236,6 +236,17 @@ def counted(op: str) -> str:
     return "FLOPs" if op.startswith(("matmul", "attention")) else "bytes"
 
 
+def speeds_of(amounts: dict[tuple[str, float], float],
+              least: dict[tuple[str, float], Timings]) -> dict[str, list[hardware.Point]]:
+    """Divides the amount of each (operation, size) by its seconds -> {operation: points by size}."""
+    table: dict[str, list[hardware.Point]] = {}
+    for op, size in sorted(least):
+        table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
+    table["memory"] = table["copy"]
+    table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
+    return table
+
+
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
@@ -269,11 +280,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             computing, _ = matmuls(1024 if cuda else 128, rows, dtype, device)["matmul"]
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
                 measure(messages(nbytes, axis, device), None, nbytes, computing)
-    table: dict[str, list[hardware.Point]] = {}
-    for op, size in sorted(least):
-        table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
-    table["memory"] = table["copy"]
-    table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
+    table = speeds_of(amounts, least)
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
     tiny = torch.zeros(1, device=device)
     name, free = device_name(device), int(min(host.max(available())))
