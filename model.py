@@ -169,8 +169,9 @@ class GPT:
             s.slices = order.slices_of(i, *tokens)
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
-                part = of_sequences(s.turn, B, first, end).flatten(0, 1)
-                s.turn = parts.setdefault(unit.subsequence, part)
+                if unit.subsequence not in parts:
+                    parts[unit.subsequence] = of_sequences(s.turn, B, first, end).flatten(0, 1)
+                s.turn = parts[unit.subsequence]
 
     @property
     def key_shape(self) -> tuple[int, int]:

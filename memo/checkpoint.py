@@ -176,7 +176,8 @@ class Saver:
         except BadState as e:
             self.error = e
         except Exception as e:
-            before = ""
+            # whatever happens while it is explained
+            self.error, before = CheckpointError(f"{path} cannot be written ({reason(e)})"), ""
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 before = "; the previous one is whole" * bool(latest(self.folder.parent))
             self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){before}; "

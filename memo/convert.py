@@ -141,9 +141,9 @@ def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | N
             for name in ("bos", "eos")})
         if tokenizer:
             files[TOKENIZER] = (out_dir / TOKENIZER).read_bytes()
-            of_tokenizer = {f"{name}_token": token for name, token in tokens.items()} | dict(
-                tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
-                model_max_length=cfg.block_size)
+            of_tokenizer = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
+                                model_max_length=cfg.block_size)
+            of_tokenizer |= {f"{name}_token": token for name, token in tokens.items()}
     if of_tokenizer:
         files[TOKENIZER_CONFIG] = json_bytes(of_tokenizer)
     files.pop(CONFIG, None)

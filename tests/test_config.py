@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import KEYS, Config
+from memo.config import KEYS, MODEL_KEYS, Config
 from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.formulas import flops_per_sample, parameters
@@ -478,3 +478,10 @@ def test_numbers_have_plain_digits(text):
     for key, kind in (("n_layer", "int"), ("learning_rate", "float")):
         with pytest.raises(ConfigError, match=f"must be {kind}|must be of type {kind}"):
             load_config([f"--{key}={text}"])
+
+
+def test_the_weights_of_a_checkpoint_depend_on_these_keys():
+    assert MODEL_KEYS == (
+        "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
+        "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
+        "rope_theta", "rope_scaling")

@@ -418,3 +418,12 @@ def test_the_command_line(tmp_path):
     plan = read_csv(tmp_path / "plan.csv")
     assert len(plan.buffers) == 2
     assert run(tmp_path, full, "--solver=best").returncode == 2
+
+
+def test_mistakes_in_calls():
+    with pytest.raises(DsaError, match="solver='best' must be one of auto, greedy, mip, cpsat"):
+        solve(GOOD, "best")
+    with pytest.raises(DsaError, match="time_limit=-1 must be a number of seconds >= 0"):
+        solve(GOOD, time_limit=-1)
+    with pytest.raises(DsaError, match="alignment=0 must be at least 1 byte"):
+        Problem(GOOD.buffers, alignment=0)

@@ -61,6 +61,8 @@ class Problem:
     alignment: int = 1
 
     def __post_init__(self) -> None:
+        if self.alignment < 1:
+            raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
         first: dict[str, int] = {}
         total = 0
         for i, b in enumerate(self.buffers):
@@ -151,6 +153,10 @@ def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enou
     """Finds the best Solution of `solver` in `time_limit` seconds of work, validated, never worse than
     greedy's: the least peak, or one of `enough` bytes; with a capacity the first that fits, or
     NoPlacement."""
+    if solver not in SOLVERS:
+        raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
+    if not time_limit >= 0:
+        raise DsaError(f"time_limit={time_limit} must be a number of seconds >= 0")
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)

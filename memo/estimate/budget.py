@@ -87,7 +87,7 @@ class Estimate:
         return itemsize_of(self.decided, self.machine)
 
     def but(self, **values: object) -> "Estimate":
-        """Copies it, with all that was found of it, but for these values."""
+        """Copies it, with all that was found of it, but for these values, on which none of that depends."""
         other = copy(self)
         vars(other).update(values)
         return other
@@ -119,6 +119,11 @@ class Estimate:
 
     @cached_property
     def shown(self) -> Stage:
+        """Picks the stage that is shown: the worst, where but() has chosen no other."""
+        return self.worst
+
+    @cached_property
+    def worst(self) -> Stage:
         """Finds the stage that lacks most bytes, else that with most on the device."""
         host = host_share(self.decided, self.machine, self.world)
 
@@ -182,10 +187,10 @@ class Estimate:
         def lack(where: str, reason: str, who: str, what: str, needs: int, has: int) -> Lack:
             return Lack(max(0, needs - has), where, reason, f"{who} needs {needs / GIB:.4g} GiB of {what}, "
                         f"there are {has / GIB:.4g}: {(needs - has) / GIB:.3g} GiB too much")
-        several, why = self.decided.pp > 1, self.shown.lacks
-        stage = f"stage {self.cfg.stage}" if several else "it"
+        worst, several = self.worst, self.decided.pp > 1
+        stage, why = f"stage {worst.cfg.stage}" if several else "it", worst.lacks
         if self.capacity is not None:
-            device = lack("the device", "oom", stage, "device memory", self.device_bytes, self.capacity)
+            device = lack("the device", "oom", stage, "device memory", worst.device_bytes, self.capacity)
         else:  # one memory for both
             device = lack("the device", "oohm", "it", "memory on a node",
                           self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),

@@ -39,7 +39,8 @@ class PartOfUnit(UnitRates):
 
     def __init__(self, unit: UnitRates, part: float, share: float) -> None:
         super().__init__(share * unit.rows, part * unit.forward_s, part * unit.backward_s,
-                         share * unit.sweep_s, part * unit.attention_s, unit.groups_s)
+                         share * unit.sweep_s, part * unit.attention_s,
+                         {group: part * seconds for group, seconds in unit.groups_s.items()})
         self.unit, self.part, self.share = unit, part, share
 
     def recompute_s(self, missing: dict[str, slice]) -> float:

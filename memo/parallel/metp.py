@@ -12,7 +12,7 @@ take it (memo/matmul.py). Gradients of matrices are summed in fp32 in a fixed or
 the parameters. Source: METP (FITEE 2400602), algorithms 1 to 6.
 """
 
-from collections import defaultdict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Generic, NamedTuple
@@ -164,8 +164,8 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return [(rank, a - rank * part, a - first, b - a) for rank, a, b in bounds]
 
 
-class Matrices(dict[str, Part]):
-    """Holds {name: a group's columns of it}; waits for a matrix, with its bias, when it is asked for."""
+class Matrices(UserDict[str, Part]):
+    """Holds {name: a group's columns of it}; waits for a matrix, with its bias, however it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()

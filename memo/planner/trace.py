@@ -30,7 +30,7 @@ class Trace:
 
     @property
     def segments(self) -> dict[str, list[Entry]]:
-        """Lists {label: [events], marks included}, in their order."""
+        """Lists {label: [events], marks included}, in their order. Each begin has its end."""
         begins, ends = ([i for i, event in enumerate(self.events) if event[0] == mark]
                         for mark in ("begin", "end"))
         return {self.events[i][1]: [*self.events[i:k + 1]] for i, k in zip(begins, ends, strict=True)}

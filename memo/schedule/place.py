@@ -3,7 +3,7 @@ step touches which: memo/schedule/access.py. No torch.
 """
 
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from memo.schedule.step import Op, Unit
@@ -52,7 +52,7 @@ class Place(NamedTuple):
         return f"{self.region.value} {', '.join(map(str, self.at))}"
 
 
-@cache  # a program asks for the same ones again and again
+@lru_cache(2**16)  # a program asks for the same ones again and again
 def place_at(region: Region, *at: int) -> Place:
     """Makes a place."""
     return Place(region, at)

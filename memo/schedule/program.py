@@ -124,6 +124,7 @@ class Program:
         """Makes the program of some of the layers and subsequences. Each unit keeps its fate, but that the
         last n_buffers units are not copied."""
         f = self.fates
+        assert len(subsequences) == self.subsequences or not (f.guests or f.lent)  # guests have their numbers
         guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
                         for pieces in (f.guests, f.lent))
         few = replace(self, fates=replace(f, guests=guests, lent=lent), layers=len(layers),

@@ -82,11 +82,12 @@ class Waiting:
             reads, writes = access
             # a wait is named by the first place that it protects, of the writes, else of the reads
             earlier = {}
-            for place in (*reversed(reads), *reversed(writes)):
-                last = writer.get(place)
-                if last is not None and streams[last] != stream:
-                    earlier[last] = place
+            for place in reversed(reads):
+                if place in writer and streams[writer[place]] != stream:
+                    earlier[writer[place]] = place
             for place in reversed(writes):
+                if place in writer and streams[writer[place]] != stream:
+                    earlier[writer[place]] = place
                 if place in readers:
                     earlier |= {k: place for other, k in readers[place].items() if other != stream}
             clock, waits = dict(self.clock_of.get(stream, {})), {}

@@ -13,7 +13,7 @@ from memo.activations import Activations, Pieces
 from memo.layer import INPUT, Layer
 from memo.schedule.execute import Executor, Work
 from memo.schedule.help import HELPER_PLACES, turns_of
-from memo.schedule.place import Content, Part, Place, Region
+from memo.schedule.place import Content, Part, Region, place_at
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
 from memo.schedule.step import COPIES, Moved, Op, Step, Unit
@@ -148,7 +148,7 @@ class Swap:
             units = [Unit(layer, i) for i in range(p.subsequences)]
             keys = [piece("keys", p.first_row(memory.keys(unit)) * row * self.dtype.itemsize,
                           p.cuts[unit[1]], self.dtype) for unit in units]
-            sums = [piece("key_gradients", p.first_row(Place(Region.SUMS, unit)) * row * 4,
+            sums = [piece("key_gradients", p.first_row(place_at(Region.SUMS, *unit)) * row * 4,
                           p.cuts[unit[1]], torch.float32) for unit in units if gradients]
             for n, unit in enumerate(units, 1):
                 self.keys[unit], self.sums[unit] = keys[:n], sums[:n]
@@ -227,7 +227,7 @@ class Swap:
                   if step.op in COPIES and not step.of_states]
         end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
-        places = {(Place(Region.SLAB_STREAM, unit), False): first * row
+        places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
         pairs = dict[Part, Pairs]()
         for step in copies:  # to the host first
