@@ -176,12 +176,11 @@ class Saver:
         except BadState as e:
             self.error = e
         except Exception as e:
-            # whatever happens while it is explained
-            self.error, before = CheckpointError(f"{path} cannot be written ({reason(e)})"), ""
+            failed, remedy = f"{path} cannot be written ({reason(e)})", elsewhere(e, "folder")
+            self.error = CheckpointError(f"{failed}; {remedy}")
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
-                before = "; the previous one is whole" * bool(latest(self.folder.parent))
-            self.error = CheckpointError(f"{path} cannot be written ({reason(e)}){before}; "
-                                         f"{elsewhere(e, 'folder')}")
+                if latest(self.folder.parent):
+                    self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
             if self.rank == 0 and temporary != path:
                 shutil.rmtree(temporary, ignore_errors=True)
         finally:

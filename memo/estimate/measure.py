@@ -363,8 +363,7 @@ def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple
 
     def rate(stream: str) -> float:
         copies = [s for s in spans if (s.label, s.stream) == ("measure", stream)][1:]
-        elapsed_s: float = copies[-1].end_s - copies[0].start_s
-        return len(copies) * nbytes / elapsed_s
+        return len(copies) * nbytes / (copies[-1].end_s - copies[0].start_s)
     return rate("offload"), rate("prefetch")
 
 

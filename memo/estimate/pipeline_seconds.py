@@ -197,7 +197,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
     forward, backward, stall = stage.totals or layers_s(p, step_seconds(
         p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
         state_seconds(cfg, machine, world, itemsize)))
-    again = fsum(n * units[p.likes[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
+    again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
     swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
     parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
              "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}

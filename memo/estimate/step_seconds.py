@@ -114,7 +114,7 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
     out by tokens, and messages count."""
     p, lanes = placement, ends.lanes if ends else None
     rates, sizes = rates_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
-    of_likes = {k: rates[p.likes[k]].recompute_s(p.missing(k)) for k in set(p.like)}
+    of_likes = {k: rates[p.kinds[k]].recompute_s(p.missing(k)) for k in set(p.like)}
     cuts = p.cuts or (p.n_rows,)
 
     def of_ends(step: Step, ends: Ends) -> float:
@@ -147,13 +147,13 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
         k = p.number[step.unit]
         match step.op:
             case Op.FORWARD:
-                return rates[p.likes[k]].forward_s
+                return rates[p.kinds[k]].forward_s
             case Op.RECOMPUTE:
                 return of_likes[p.like[k]]
             case Op.BACKWARD:
-                return rates[p.likes[k]].backward_s + beside_s
+                return rates[p.kinds[k]].backward_s + beside_s
             case Op.SWEEP:
-                return rates[p.likes[k]].sweep_s
+                return rates[p.kinds[k]].sweep_s
         return beside_s
     return seconds
 

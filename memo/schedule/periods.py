@@ -91,8 +91,8 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
 
 @lru_cache(16)  # a decision simulates the same ones again and again
 def steps_of_all(few: Program, like: tuple[int, ...]) -> dict[Step, Step]:
-    """Finds for each step of a few layers the one of all layers that is the same. `like`: the layers; states
-    come of embedding and head, too."""
+    """Finds for each step of a few layers the one of all layers that is the same. `like`: the numbers of the
+    few among all, and the head's, whose states come, as the embedding's."""
     there = {EMBEDDING: EMBEDDING, **dict(enumerate(like))}
     return {step: Step(step.op, Unit(there[step.unit.layer], step.unit.subsequence), *step[2:])
             for step in schedule(few)}

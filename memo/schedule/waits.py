@@ -49,7 +49,12 @@ def schedule(program: Program) -> Schedule:
 
 def with_waits(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = ()) -> Schedule:
     """Derives what each step of a pass waits for: within it, and of passes that leave what is `before`."""
-    return dict(Waiting(memory, before).of(steps))
+    return dict(Waiting(before).of(touches(steps, memory)))
+
+
+def touches(steps: Iterable[Step], memory: Memory) -> Iterator[tuple[Step, Access]]:
+    """Yields the steps, each with what it touches."""
+    return ((step, memory.access(step)) for step in steps)
 
 
 class Waiting:
@@ -60,8 +65,7 @@ class Waiting:
     place one of them has touched waits for that pass too.
     """
 
-    def __init__(self, memory: Memory, before: Sequence[Left] = ()) -> None:
-        self.memory = memory
+    def __init__(self, before: Sequence[Left] = ()) -> None:
         self.steps: list[Step] = []
         self.streams: list[str] = []  # of each step
         self.clocks: list[Clock] = []
@@ -74,12 +78,11 @@ class Waiting:
             for stream, clock in left.clocks.items():
                 self.clock_of.setdefault(stream, {}).update(of_pass(n, clock))
 
-    def of(self, steps: Iterable[Step]) -> Iterator[tuple[Step, Waits]]:
-        """Yields the steps, each with its waits."""
+    def of(self, touched: Iterable[tuple[Step, Access]]) -> Iterator[tuple[Step, Waits]]:
+        """Yields the steps, each with its waits, from what they touch."""
         streams, writer, readers = self.streams, self.writer, self.readers
-        for number, step in enumerate(steps):
-            stream, access = step.stream, self.memory.access(step)
-            reads, writes = access
+        for number, (step, access) in enumerate(touched):
+            stream, (reads, writes) = step.stream, access
             # a wait is named by the first place that it protects, of the writes, else of the reads
             earlier = {}
             for place in reversed(reads):
@@ -177,25 +180,29 @@ def passes_of(program: Program, states: States,
     launch orders of a training pass and of an evaluation, where they are not the programs'."""
     alone, trains = replace(program, trains=False), program.trains
     train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
-    training, evaluating = Memory(program, states), Memory(alone, states)
-    made = [(evaluation, evaluating)]
+    memory, touched = Memory(program, states), {"evaluation": [*touches(evaluation, Memory(alone, states))]}
     if trains:
-        last, update = [*states.with_reductions(train, program.subsequences)], [*states.update()]
-        early = [*states.with_sums(train)]  # of the micro batches before the last one
-        made += [(last, training), (update, training)] + [(early, training)] * (len(early) < len(last))
-    before: list[Left] = []
-    for steps, memory in made:
-        waiting = Waiting(memory)
+        last, early = [*states.with_reductions(train, program.subsequences)], [*states.with_sums(train)]
+        touched |= {"last": [*touches(last, memory)], "update": [*touches(states.update(), memory)]}
+        if len(early) < len(last):  # micro batches before the last one have a pass of their own
+            touched["early"] = [*touches(early, memory)]
+    left = dict[str, Left]()
+    for name, steps in touched.items():
+        waiting = Waiting()
         deque(waiting.of(steps), maxlen=0)
-        before.append(waiting.left())
-    tested = with_waits(evaluation, evaluating, before)
-    if not trains:
-        return Passes(tested)
+        left[name] = waiting.left()
+
+    def derived(name: str) -> Schedule:
+        before = [left["last"]] if name == "update" else [*left.values()]  # which follows the last at once
+        return dict(Waiting(before).of(touched[name]))
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
-    ended = with_waits(last, training, before)
+    if not trains:
+        return Passes(derived("evaluation"))
+    ended = derived("last")
     last_backward = part(ended, True)
-    backward = last_backward if len(early) == len(last) else part(with_waits(early, training, before), True)
-    clip, *rest = with_waits(update, training, before[1:2]).items()  # which follow the last pass at once
-    return Passes(tested, part(ended, False), backward, last_backward, dict([clip]), dict(rest))
+    backward = part(derived("early"), True) if "early" in touched else last_backward
+    clip, *rest = derived("update").items()
+    return Passes(derived("evaluation"), part(ended, False), backward, last_backward, dict([clip]),
+                  dict(rest))

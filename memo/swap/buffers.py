@@ -95,7 +95,7 @@ class Swap:
             return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
         names = [name for name in tensors if name in self.buffers]
         self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
-                      for k, (unit, like) in enumerate(zip(p.units, p.likes, strict=True))}
+                      for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Lending | None = None
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()

@@ -112,7 +112,7 @@ class Placement(Surroundings):
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
     @cached_property
-    def likes(self) -> list[int]:
+    def kinds(self) -> list[int]:
         """Lists for each unit the place of its subsequence, or guest, in `lengths`."""
         return self.forward_order.kinds
 
@@ -123,7 +123,7 @@ class Placement(Surroundings):
 
     def rows(self, k: int) -> int:
         """Counts the rows of unit k."""
-        return self.lengths[self.likes[k]] if self.several else self.n_rows
+        return self.lengths[self.kinds[k]] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
         """Says whether a tensor is in no buffer: keys and values, where there are several subsequences."""
@@ -160,15 +160,15 @@ class Placement(Surroundings):
     def followed(self) -> set[tuple[int, ...]]:
         """Collects the place in `lengths` of each swapped unit, and those of the units behind it while
         which its copy may run: n_buffers - 1, at least one, at most those of a layer."""
-        ahead, likes = min(max(1, self.n_buffers - 1), self.subsequences), self.likes
-        return {*zip(*(likes[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
+        ahead, kinds = min(max(1, self.n_buffers - 1), self.subsequences), self.kinds
+        return {*zip(*(kinds[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
 
     @cached_property
     def gives_up(self) -> frozenset[int]:
         """Numbers the swapped units of which nothing but the input survives."""
         if not self.input_only:
             return frozenset()
-        return frozenset(sorted(range(max(0, self.n_swapped)), key=self.likes.__getitem__)[:self.input_only])
+        return frozenset(sorted(range(max(0, self.n_swapped)), key=self.kinds.__getitem__)[:self.input_only])
 
     @cached_property
     def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
@@ -217,7 +217,7 @@ class Placement(Surroundings):
         if k in self.gives_up and name != INPUT:
             rows = 0
         elif k < self.n_swapped or (k < self.n_units - 1 and self.n_buffers == 2):
-            rows = self.kept_rows(self.likes[k], name)
+            rows = self.kept_rows(self.kinds[k], name)
         else:
             rows = n
         return rows, (n - rows) * (k % self.n_buffers % 2)
@@ -239,7 +239,7 @@ class Placement(Surroundings):
         for name, t in tensors.items() if k < self.n_swapped else ():
             if not self.apart(name):
                 kept, first = self.first_kept(k, name)
-                n = self.copied_rows(self.likes[k], name, kept, resident)
+                n = self.copied_rows(self.kinds[k], name, kept, resident)
                 ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
 
@@ -294,7 +294,7 @@ class Placement(Surroundings):
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
         return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
                                    unit in self.stream_rows), k)
-                for k, (i, unit) in enumerate(zip(self.likes, self.units, strict=True))]
+                for k, (i, unit) in enumerate(zip(self.kinds, self.units, strict=True))]
 
     @cached_property
     def program(self) -> Program:
@@ -304,14 +304,14 @@ class Placement(Surroundings):
         lacking = {i for i, n in enumerate(self.lengths) if any(
             self.kept_rows(i, name) < n for name in self.kept if not self.apart(name))}
         fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
-        rebuilt = frozenset(k for k in fewer if self.likes[k] in lacking or k in self.gives_up)
+        rebuilt = frozenset(k for k in fewer if self.kinds[k] in lacking or k in self.gives_up)
         around = {f.name: getattr(self, f.name) for f in fields(Surroundings)}
         fates = Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
         return Program(fates, self.n_layer, self.subsequences, self.order)
 
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
-        return schedule(replace(self.program, trains=trains))
+        return schedule(self.program if trains else replace(self.program, trains=False))
 
     def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
         """Counts the bytes on the device of what is needed besides buffers: what stays; with several
