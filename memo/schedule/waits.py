@@ -4,11 +4,11 @@ A step waits for the last writer of what it reads, and for the last writer and a
 writes; not for its own stream, which does one thing after the other, nor where another wait says so already.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeVar
 
 from memo.schedule.access import Memory
 from memo.schedule.place import Access, Place
@@ -20,9 +20,10 @@ from memo.schedule.step import Step
 # wait for each protects
 Waits = Mapping[Step, Place]
 Schedule = Mapping[Step, Waits]
-# {stream, or a number of another pass and a stream there: the number of its last step that is done for
-# certain}
-Clock = dict[str | tuple[int, str], float]
+# {stream: the number of its last step that is done for certain}; of several passes before: (pass, stream)
+Clock = dict[str, int]
+Clocks = dict[tuple[int, str], int]
+K = TypeVar("K")
 
 
 class Done(NamedTuple):
@@ -34,105 +35,117 @@ class Done(NamedTuple):
     wrote: bool
 
 
-class Left(NamedTuple):
-    """What a pass leaves: of each place the last writer and the readers since; of each stream its clock."""
-
-    touched: dict[Place, list[Done]]
-    clocks: dict[str, Clock]
-
-
 @lru_cache(16)  # most of the layouts that a search tries have the same
 def schedule(program: Program) -> Schedule:
     """Makes the schedule of a program."""
     return with_waits(program.steps(), Memory(program))
 
 
-def with_waits(steps: Iterable[Step], memory: Memory, before: Sequence[Left] = ()) -> Schedule:
-    """Derives what each step of a pass waits for: within it, and of passes that leave what is `before`."""
-    return dict(Waiting(before).of(touches(steps, memory)))
+def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
+    """Derives what each step of a pass waits for within it."""
+    return Pass(steps, memory).schedule()
 
 
-def touches(steps: Iterable[Step], memory: Memory) -> Iterator[tuple[Step, Access]]:
-    """Yields the steps, each with what it touches."""
-    return ((step, memory.access(step)) for step in steps)
+class Pass:
+    """Derives the waits of a pass.
 
-
-class Waiting:
-    """Derives the waits of the steps of a pass, one after the other.
-
-    Every step has a clock, of what is done for certain before it. A step has to wait only for what the clock
-    of its stream does not hold yet. `before`: what each pass that may have run before leaves; a step whose
-    place one of them has touched waits for that pass too.
+    Steps have numbers, in launch order. Every step has a clock, of what is done for certain before it; it has
+    to wait only for what the clock of its stream does not hold yet.
     """
 
-    def __init__(self, before: Sequence[Left] = ()) -> None:
-        self.steps: list[Step] = []
-        self.streams: list[str] = []  # of each step
+    def __init__(self, steps: Iterable[Step], memory: Memory) -> None:
+        self.steps = [*steps]
+        self.streams = [step.stream for step in self.steps]
+        self.waits: list[dict[int, Place]] = []
         self.clocks: list[Clock] = []
         self.clock_of: dict[str, Clock] = {}  # of each stream, behind its last step
         self.writer: dict[Place, int] = {}
         # since it was written, the last one of each stream
         self.readers: dict[Place, dict[str, int]] = defaultdict(dict)
-        self.before = [dict(left.touched) for left in before]
-        for n, left in enumerate(before):  # a stream goes on where any pass has left it
-            for stream, clock in left.clocks.items():
-                self.clock_of.setdefault(stream, {}).update(of_pass(n, clock))
+        # of each step: what its stream touches first, so as passes before have left it
+        self.first: list[Access] = []
+        for number, step in enumerate(self.steps):
+            self.add(number, memory.access(step))
 
-    def of(self, touched: Iterable[tuple[Step, Access]]) -> Iterator[tuple[Step, Waits]]:
-        """Yields the steps, each with its waits, from what they touch."""
-        streams, writer, readers = self.streams, self.writer, self.readers
-        for number, (step, access) in enumerate(touched):
-            stream, (reads, writes) = step.stream, access
-            # a wait is named by the first place that it protects, of the writes, else of the reads
-            earlier = {}
-            for place in reversed(reads):
-                if place in writer and streams[writer[place]] != stream:
+    def add(self, number: int, access: Access) -> None:
+        """Derives the waits of the next step."""
+        stream, streams, writer, readers = self.streams[number], self.streams, self.writer, self.readers
+        # a wait is named by the first place that it protects, of the writes, else of the reads
+        earlier = dict[int, Place]()
+        first = Access([], [])
+        for place in reversed(access.reads):
+            by = readers[place]
+            if place in writer:
+                if streams[writer[place]] != stream:
                     earlier[writer[place]] = place
-            for place in reversed(writes):
-                if place in writer and streams[writer[place]] != stream:
-                    earlier[writer[place]] = place
-                if place in readers:
-                    earlier |= {k: place for other, k in readers[place].items() if other != stream}
-            clock, waits = dict(self.clock_of.get(stream, {})), {}
-            for other in sorted(earlier, reverse=True):
-                if other > clock.get(streams[other], -1):
-                    waits[self.steps[other]] = earlier[other]
-                    advance(clock, self.clocks[other])
-            for n, left in enumerate(self.before):
-                waits |= waits_for(n, left, stream, clock, access)
-            clock[stream] = number
-            self.clock_of[stream] = clock
-            self.clocks.append(clock)
-            self.steps.append(step)
-            streams.append(stream)
-            for place in reads:
-                readers[place][stream] = number
-            for place in writes:
-                writer[place] = number
-                readers.pop(place, None)
-            yield step, waits
+            elif stream not in by:
+                first.reads.append(place)
+            by[stream] = number
+        for place in reversed(access.writes):
+            if place not in writer:
+                first.writes.append(place)
+            elif streams[writer[place]] != stream:
+                earlier[writer[place]] = place
+            if place in readers:
+                earlier |= {k: place for other, k in readers.pop(place).items() if other != stream}
+            writer[place] = number
+        clock, waits = dict(self.clock_of.get(stream, {})), {}
+        for other in sorted(earlier, reverse=True):
+            if other > clock.get(streams[other], -1):
+                waits[other] = earlier[other]
+                advance(clock, self.clocks[other])
+        clock[stream] = number
+        self.clock_of[stream] = clock
+        self.clocks.append(clock)
+        self.waits.append(waits)
+        self.first.append(first)
 
-    def left(self) -> Left:
-        """Says who has touched each place last."""
-        touched: dict[Place, list[Done]] = {}
-        for place in self.writer.keys() | self.readers.keys():
-            those = {number: False for number in self.readers.get(place, {}).values()}
-            those |= {self.writer[place]: True} if place in self.writer else {}
-            touched[place] = [Done(self.steps[k], k, self.clocks[k], wrote) for k, wrote in those.items()]
-        return Left(touched, self.clock_of)
+    @cached_property
+    def left(self) -> dict[Place, list[Done]]:
+        """Finds who has touched each place last: its writer, and the readers since."""
+        left = defaultdict[Place, list[Done]](list)
+        for place, by in self.readers.items():
+            left[place] += [Done(self.steps[k], k, self.clocks[k], False) for k in {*by.values()}]
+        for place, k in self.writer.items():
+            left[place].append(Done(self.steps[k], k, self.clocks[k], True))
+        return left
+
+    def schedule(self, before: Sequence["Pass"] = ()) -> Schedule:
+        """Makes the schedule of the pass where each of those `before` may have run. A step whose place one of
+        them has touched last waits for that pass too."""
+        left = [dict(other.left) for other in before]
+        clock_of: dict[str, Clocks] = {}  # a stream goes on where any pass has left it
+        for n, other in enumerate(before):
+            for stream, clock in other.clock_of.items():
+                clock_of.setdefault(stream, {}).update(of_pass(n, clock))
+        clocks, made = list[Clocks](), dict[Step, Waits]()
+        for step, stream, own, first in zip(self.steps, self.streams, self.waits, self.first, strict=True):
+            waits = {self.steps[k]: place for k, place in own.items()}
+            before_it = clock_of.get(stream, {})
+            if own or any(first):
+                before_it = dict(before_it)
+                for k in own:
+                    advance(before_it, clocks[k])
+                for n, touched in enumerate(left):
+                    waits |= waits_for(n, touched, stream, before_it, first)
+                clock_of[stream] = before_it
+            clocks.append(before_it)
+            made[step] = waits
+        return made
 
 
-def of_pass(n: int, clock: Clock) -> Clock:
-    """Marks what a clock of the n-th pass before says of that pass."""
-    return {(n, stream): number for stream, number in clock.items() if isinstance(stream, str)}
+def of_pass(n: int, clock: Clock) -> Clocks:
+    """Marks a clock as that of the n-th pass before."""
+    return {(n, stream): number for stream, number in clock.items()}
 
 
-def waits_for(n: int, left: dict[Place, list[Done]], stream: str, clock: Clock,
-              access: Access) -> dict[Step, Place]:
-    """Finds the waits of a stream's next step for what the n-th pass before has `left`, and advances the
-    clock."""
-    touched = [(done, place) for place in access.writes for done in left.pop(place, ())]
-    touched += [(done, place) for place in access.reads for done in left.get(place, ()) if done.wrote]
+def waits_for(n: int, left: dict[Place, list[Done]], stream: str, clock: Clocks,
+              first: Access) -> dict[Step, Place]:
+    """Finds the waits of a stream's next step for what the n-th pass before has `left` in the places that it
+    is the `first` to touch, and advances the clock."""
+    touched = [(done, place) for place in reversed(first.writes) for done in left.pop(place, ())]
+    touched += [(done, place) for place in reversed(first.reads) for done in left.get(place, ())
+                if done.wrote]
     waits: dict[Step, Place] = {}
     for done, place in sorted(touched, key=lambda pair: -pair[0].number):
         if done.step.stream != stream and done.number > clock.get((n, done.step.stream), -1):
@@ -141,7 +154,7 @@ def waits_for(n: int, left: dict[Place, list[Done]], stream: str, clock: Clock,
     return waits
 
 
-def advance(clock: Clock, other: Clock) -> None:
+def advance(clock: dict[K, int], other: Mapping[K, int]) -> None:
     """Adds to a clock what another one holds."""
     for stream, number in other.items():
         if number > clock.get(stream, -1):
@@ -180,21 +193,15 @@ def passes_of(program: Program, states: States,
     launch orders of a training pass and of an evaluation, where they are not the programs'."""
     alone, trains = replace(program, trains=False), program.trains
     train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
-    memory, touched = Memory(program, states), {"evaluation": [*touches(evaluation, Memory(alone, states))]}
+    memory, passes = Memory(program, states), {"evaluation": Pass(evaluation, Memory(alone, states))}
     if trains:
         last, early = [*states.with_reductions(train, program.subsequences)], [*states.with_sums(train)]
-        touched |= {"last": [*touches(last, memory)], "update": [*touches(states.update(), memory)]}
+        passes |= {"last": Pass(last, memory), "update": Pass(states.update(), memory)}
         if len(early) < len(last):  # micro batches before the last one have a pass of their own
-            touched["early"] = [*touches(early, memory)]
-    left = dict[str, Left]()
-    for name, steps in touched.items():
-        waiting = Waiting()
-        deque(waiting.of(steps), maxlen=0)
-        left[name] = waiting.left()
+            passes["early"] = Pass(early, memory)
 
-    def derived(name: str) -> Schedule:
-        before = [left["last"]] if name == "update" else [*left.values()]  # which follows the last at once
-        return dict(Waiting(before).of(touched[name]))
+    def derived(name: str) -> Schedule:  # the update follows the last at once
+        return passes[name].schedule([passes["last"]] if name == "update" else [*passes.values()])
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
@@ -202,7 +209,7 @@ def passes_of(program: Program, states: States,
         return Passes(derived("evaluation"))
     ended = derived("last")
     last_backward = part(ended, True)
-    backward = part(derived("early"), True) if "early" in touched else last_backward
+    backward = part(derived("early"), True) if "early" in passes else last_backward
     clip, *rest = derived("update").items()
     return Passes(derived("evaluation"), part(ended, False), backward, last_backward, dict([clip]),
                   dict(rest))

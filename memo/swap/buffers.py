@@ -213,8 +213,9 @@ class Swap:
     def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
         """Finds the bytes of what a unit keeps, or of its input, that the host takes; or, `resident`, that
         have a copy on the device."""
-        s, k = self.units[part.unit], self.placement.number[part.unit]
-        ranges = self.placement.kept_bytes(k, self.tensors, resident)
+        s, p = self.units[part.unit], self.placement
+        k = p.like[p.number[part.unit]]
+        ranges = p.kept_bytes(k, self.tensors, resident) if resident else self.sizes.kept[k]
         return [bytes_of(getattr(s, name))[at:at + n] for name, (at, n) in ranges.items()
                 if (name == INPUT) == (part.content is Content.INPUT)]
 

@@ -25,9 +25,11 @@ class Sizes:
         self.row_bytes = dict.fromkeys(streams, x) | dict.fromkeys((Content.KEYS, Content.LOAN), keys)
         self.row_bytes |= dict.fromkeys((Content.SUMS, Content.REPAID), 4 * (keys // itemsize))
         self.layer_bytes = {Content.LOAN: itemsize * numel, Content.REPAID: 4 * numel}
-        kept = {k: {name: n for name, (_, n) in p.kept_bytes(k, tensors).items()} for k in set(p.like)}
-        self.input_bytes = {k: nbytes.pop(INPUT, 0) for k, nbytes in kept.items()}
-        self.kept_bytes = {k: sum(nbytes.values()) for k, nbytes in kept.items()}
+        # of units that are not alike: {tensor: (first byte, bytes)} of what goes to the host
+        self.kept = {k: p.kept_bytes(k, tensors) for k in set(p.like)}
+        self.input_bytes = {k: kept[INPUT][1] if INPUT in kept else 0 for k, kept in self.kept.items()}
+        self.kept_bytes = {k: sum(n for name, (_, n) in kept.items() if name != INPUT)
+                           for k, kept in self.kept.items()}
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
