@@ -7,7 +7,6 @@ Both ways go tensor by tensor: a few are in memory at once. The files of the tok
 
 import sys
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 
 from memo.command import Arguments, answer_early, run
@@ -42,30 +41,20 @@ from memo.config import Config, as_keys
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.files import JsonObject, json_bytes, load_json, save_bytes, save_json
 from memo.flat import model_parameters
-from memo.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
+from memo.huggingface import CONFIG, OWN, model_keys, own_files, save_own_files
 from memo.layout import Layout
 from memo.load_config import stored_config
 from memo.rope import parse_scaling
-from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG, OtherForm, check_vocab_size, find_tokenizer
+from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from memo.views import whole
-from memo.weights import HfWeights, check_tied_head, export_tensors, hf_shapes, save_weights
-
-
-def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
-    """Reads the tokenizer beside the weights, or None: in a form that memo does not read it just goes along.
-    Errors: ConfigError: it cannot be used, or has more tokens than the model."""
-    with suppress(OtherForm):
-        if tokenizer := find_tokenizer(folder):
-            check_vocab_size(tokenizer, folder, cfg.vocab_size)
-        return tokenizer
-    return None
-
-
-def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
-    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
-    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
-    check_tied_head(hf_folder, cfg)
-    return tokenizer_in(Path(hf_folder), cfg)
+from memo.weights import (
+    HfWeights,
+    check_folder,
+    export_tensors,
+    hf_shapes,
+    save_weights,
+    tokenizer_in,
+)
 
 
 def from_hf(hf_folder: Path, out_dir: Path) -> None:

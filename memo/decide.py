@@ -9,11 +9,12 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
+from memo.errors import OutOfHostMemory
 from memo.estimate.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
 from memo.layer import groups_of, tensors_of
 from memo.layout import Layout
 from memo.schedule.periods import Totals
-from memo.swap.alpha import AlphaProblem, OutOfHostMemory, SwapPlan
+from memo.swap.alpha import AlphaProblem, SwapPlan
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows, placed, rests, swaps_layers
 

@@ -42,7 +42,7 @@ from memo.attention import facts_of, resolve_attention
 from memo.backends import cudnn_version, order, passed_over
 from memo.config import Config
 from memo.device import device_name, gpu_facts, own_bytes, pick_device
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError, OutOfHostMemory, reason
 from memo.estimate.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
 from memo.estimate.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.files import cache_place, readable_json
@@ -51,7 +51,6 @@ from memo.origin import code
 from memo.parallel.axis import Axis
 from memo.parallel.mesh import ALONE, connected, open_axis
 from memo.planner.allocator import Arena, Unavailable
-from memo.swap.alpha import OutOfHostMemory
 from memo.swap.slab import HostSlab, available, numa_node
 
 WITHOUT = {"numpy": "", "tqdm": "", "tokenizers": "", "safetensors": "", "matplotlib": "no pictures",

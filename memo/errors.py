@@ -12,6 +12,10 @@ class ConfigError(ValueError):
     """Bad input: a value that the user can mend."""
 
 
+class OutOfHostMemory(ConfigError):
+    """OOHM: the host cannot hold what is to be swapped."""
+
+
 class DataError(ConfigError):
     """Data that contradicts its own description: the user's to mend, also where a step finds it."""
 

@@ -23,7 +23,7 @@ from memo.batch import Data
 from memo.errors import RunFailed
 from memo.files import JsonObject
 from memo.memory import lack_of_memory
-from memo.parallel.tp import own_ids
+from memo.parallel.rows import own_ids
 from memo.protocols import Model
 from memo.row_order import row_order
 

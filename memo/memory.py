@@ -23,7 +23,7 @@ from memo.decide import (
     with_buffers,
 )
 from memo.device import device_name, free_bytes, own_bytes, settle
-from memo.errors import ConfigError, RunFailed
+from memo.errors import ConfigError, OutOfHostMemory, RunFailed
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.hardware import NODES, Machine
@@ -58,7 +58,7 @@ from memo.schedule.streams import Streams
 from memo.schedule.waits import passes_of
 from memo.sharing import shared
 from memo.subsequences import pipeline_line, subsequences_line
-from memo.swap.alpha import OutOfHostMemory, what_set_it
+from memo.swap.alpha import what_set_it
 from memo.swap.placing import rests, swaps_layers
 from memo.swap.slab import host_bytes
 

@@ -28,8 +28,7 @@ import torch
 from memo import te
 from memo.errors import ConfigError
 from memo.parallel.axis import Axis
-from memo.parallel.rows import chunks
-from memo.parallel.tp import own_ids
+from memo.parallel.rows import chunks, own_ids
 
 CACHED_ELEMENTS = 2**18  # of a chunk on a CPU: with its temporary tensors 4 MiB in fp32
 TINY = torch.finfo(torch.float32).tiny  # torch's cross entropy of one token ends at -log of this, 87

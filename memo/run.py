@@ -19,7 +19,6 @@ from memo.batch import SPLITS, Data, open_dataset
 from memo.choose import fewest, numbers_of, with_stages
 from memo.command import progress
 from memo.config import CHOSEN_KEYS, LAYOUT_KEYS, Config, as_keys
-from memo.convert import check_folder
 from memo.decide import Decision
 from memo.device import device_name, gpu_facts, own_bytes, pick_device, set_deterministic
 from memo.errors import ConfigError, elsewhere, reason, warn
@@ -48,6 +47,7 @@ from memo.row_order import row_order
 from memo.run_state import Checked, Decided, Run
 from memo.swap.slab import available
 from memo.tokenizer import OtherForm, find_tokenizer, what_decides
+from memo.weights import check_folder
 
 # --- one rank ---
 

@@ -10,16 +10,17 @@ from math import fsum
 
 from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.decide import Placed
-from memo.estimate.regions import lane_bytes
+from memo.errors import OutOfHostMemory
+from memo.estimate.hardware import COMMUNICATOR_BYTES
 from memo.estimate.step_seconds import UnitRates
 from memo.flat import layer_numel
 from memo.formulas import layer_forward_flops
 from memo.layer import tensors_of
-from memo.layout import Layout
+from memo.layout import LANES, Layout
 from memo.msp import Help, Helping, Parts, Shares, dealt_helpers, even_parts, guest_number, helpers, shares_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.subsequences import ALIGNED, subsequence_lengths
-from memo.swap.alpha import OutOfHostMemory
+from memo.swap.placement import Placement
 from memo.swap.placing import placed
 from memo.swap.sizes import Sizes, shared_regions
 
@@ -170,3 +171,8 @@ def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
         taken += lane_bytes(p)
     room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)
     return replace(facts, cfg=cfg, room=room)
+
+
+def lane_bytes(placement: Placement) -> int:
+    """Counts a GPU's bytes for the communicators with stages that help, or are helped."""
+    return LANES * len(placement.partners) * COMMUNICATOR_BYTES

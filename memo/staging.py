@@ -6,13 +6,12 @@ import torch
 
 from memo.config import Config
 from memo.device import free_bytes
-from memo.errors import warn
+from memo.errors import OutOfHostMemory, warn
 from memo.flat import Range, staged_bytes
 from memo.formulas import parameters
 from memo.layout import Layout
 from memo.protocols import Model
 from memo.schedule.step import Step
-from memo.swap.alpha import OutOfHostMemory
 from memo.swap.buffers import bytes_of, copy_bytes
 from memo.swap.slab import HostSlab, host_bytes
 

@@ -6,7 +6,7 @@ import errno
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
@@ -15,13 +15,15 @@ from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 from memo.config import Config
 from memo.errors import ConfigError, elsewhere, reason
 from memo.files import MOST_JSON_CHARS, JsonObject, load_json, open_file, plain_name, replacing, save_json
 from memo.flat import model_parameters
-from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
+from memo.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, check_reach, family_of, weights_of
 from memo.layout import Layout
+from memo.tokenizer import OtherForm, check_vocab_size, find_tokenizer
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -255,3 +257,20 @@ def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Itera
         assert (tensor.shape, tensor.dtype) == (shape, dtype)
         file.write(tensor.view(torch.uint8).numpy().data)
         del tensor
+
+
+def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
+    """Reads the tokenizer beside the weights, or None: in a form that memo does not read it just goes along.
+    Errors: ConfigError: it cannot be used, or has more tokens than the model."""
+    with suppress(OtherForm):
+        if tokenizer := find_tokenizer(folder):
+            check_vocab_size(tokenizer, folder, cfg.vocab_size)
+        return tokenizer
+    return None
+
+
+def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
+    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
+    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
+    check_tied_head(hf_folder, cfg)
+    return tokenizer_in(Path(hf_folder), cfg)

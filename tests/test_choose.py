@@ -13,7 +13,7 @@ import train
 from memo.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
 from memo.config import Config, as_keys
 from memo.decide import Rates, Room, decide, place_whole, problem_of
-from memo.errors import ConfigError
+from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import hardware
 from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
@@ -24,7 +24,6 @@ from memo.estimate.unit_seconds import layer_seconds
 from memo.layer import layer_of, tensors_of
 from memo.layout import Layout
 from memo.run import saved_choice
-from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import all_kept
 from tests.helpers import argv, choosing, losses

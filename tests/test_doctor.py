@@ -9,9 +9,9 @@ import torch
 
 from memo import doctor
 from memo.command import run
+from memo.errors import OutOfHostMemory
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Unavailable
-from memo.swap.alpha import OutOfHostMemory
 from testing.ranks import TIMEOUT_S, start_ranks
 
 CPU = torch.device("cpu")

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from memo import checkpoint, convert, weights
-from memo.convert import check_folder
 from memo.errors import ConfigError
 from memo.flat import model_parameters
 from memo.huggingface import FAMILIES, GPT2, LLAMA, check_reach, hf_config, keys_of, model_keys, overlaid
@@ -29,7 +28,7 @@ from memo.load_config import load_config
 from memo.optim import Optimizer
 from memo.sample import load_model
 from memo.tokens import train_tokenizer
-from memo.weights import HfWeights
+from memo.weights import HfWeights, check_folder
 from model import GPT
 from tests.helpers import (
     VOCAB,

@@ -11,7 +11,7 @@ import torch
 from memo import memory
 from memo.config import Config, as_keys
 from memo.decide import Rates, Room, problem_of, with_buffers
-from memo.errors import ConfigError
+from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import estimate
@@ -23,7 +23,7 @@ from memo.layout import Layout
 from memo.optim import Optimizer
 from memo.run import machine_of
 from memo.swap import slab
-from memo.swap.alpha import AlphaProblem, OutOfHostMemory, largest_block_size, paper
+from memo.swap.alpha import AlphaProblem, largest_block_size, paper
 from memo.swap.buffers import copy_bytes
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows

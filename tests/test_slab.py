@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from memo.errors import OutOfHostMemory
 from memo.swap import slab
-from memo.swap.alpha import OutOfHostMemory
 from memo.swap.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
 from tests.helpers import resident_bytes
 

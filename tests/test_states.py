@@ -11,7 +11,7 @@ import torch
 import train
 from memo import sample
 from memo.decide import Decision
-from memo.errors import ConfigError
+from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import hardware
 from memo.estimate.regions import states
 from memo.formulas import parameters
@@ -19,7 +19,7 @@ from memo.launch import Launch
 from memo.layout import Layout
 from memo.memory import check_memory, host_limit, where_it_lives
 from memo.parallel.mesh import ALONE
-from memo.swap.alpha import HOST_SHARE, OutOfHostMemory
+from memo.swap.sizes import HOST_SHARE
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, degrees_of, mesh_of, perturbed_weights, random_batch, step

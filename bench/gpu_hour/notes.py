@@ -153,9 +153,9 @@ def smaller(cfg):
 def fitting(cfg, ways=({},)):
     """The Estimate of the largest such config that fits this card; of each size the first of `ways`, other
     keys, that does. Errors: Skip."""
+    from memo.errors import OutOfHostMemory
     from memo.estimate.arena import fast_arena
     from memo.estimate.budget import estimate
-    from memo.swap.alpha import OutOfHostMemory
     why = ""
     while cfg is not None:
         for keys in ways:

@@ -22,7 +22,7 @@ from bench.gpu_hour.notes import Skip, device, fitting, free_memory, is_oom, nam
 from memo import memory
 from memo.decide import Room, problem_of
 from memo.device import device_name, synchronize
-from memo.errors import ConfigError
+from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.hardware import peak_flops_per_s
 from memo.formulas import mfu, tgs
 from memo.launch import read_launch
@@ -30,7 +30,6 @@ from memo.layer import head_rows, logit_bytes
 from memo.optim import Optimizer
 from memo.plots import timeline
 from memo.schedule.spans import stall_s
-from memo.swap.alpha import OutOfHostMemory
 from memo.swap.placement import Placement
 from memo.swap.placing import place_rows
 from memo.swap.slab import host_bytes

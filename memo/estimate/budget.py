@@ -14,7 +14,7 @@ from memo.bubbles import StageFacts, with_bubbles
 from memo.choose import Judged, choose
 from memo.config import Config
 from memo.decide import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
-from memo.errors import ConfigError
+from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.hardware import GIB, Machine
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
@@ -26,16 +26,16 @@ from memo.estimate.regions import (
     fullest_node_bytes,
     host_capacity,
     host_share,
-    lane_bytes,
     states,
 )
 from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
 from memo.formulas import mfu, tgs
 from memo.layer import tensors_of
 from memo.layout import Layout, degrees
-from memo.sharing import shared
+from memo.sharing import lane_bytes, shared
 from memo.swap import alpha
 from memo.swap.placement import Placement
+from memo.swap.sizes import HOST_SHARE
 
 
 class Lack(NamedTuple):
@@ -194,7 +194,7 @@ class Estimate:
         else:  # one memory for both
             device = lack("the device", "oohm", "it", "memory on a node",
                           self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),
-                          int(self.machine.node.host_memory_bytes * alpha.HOST_SHARE))
+                          int(self.machine.node.host_memory_bytes * HOST_SHARE))
         host = lack("the host", "oohm", "it", "host memory to swap to on a node", self.host_bytes,
                     self.host_capacity)
         if why:
@@ -282,7 +282,7 @@ def decided(facts: StageFacts) -> tuple[Placed, str | None]:
     """Decides for one stage alone -> (Placed, message of OutOfHostMemory or None)."""
     try:
         return facts.alone(), None
-    except alpha.OutOfHostMemory as e:  # what it would be on a host that is large enough
+    except OutOfHostMemory as e:  # what it would be on a host that is large enough
         problems = problems_of(facts.cfg, facts.itemsize, facts.rates, facts.room)
         problem = min(problems, key=lambda problem: problem.least_bytes)
         least = problem.least_bytes if facts.cfg.finds_alpha else alpha.ANY_HOST

@@ -20,11 +20,11 @@ from memo.flat import (
 )
 from memo.formulas import parameters
 from memo.layer import INPUT, layer_of, n_rows, tensors_of
-from memo.layout import LANES, Layout, n_communicators
+from memo.layout import Layout, n_communicators
 from memo.schedule.periods import Totals
 from memo.swap import alpha
 from memo.swap.placement import Placement
-from memo.swap.sizes import Sizes, shared_regions
+from memo.swap.sizes import HOST_SHARE, Sizes, granted_bytes, shared_regions
 
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
@@ -141,11 +141,6 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
     return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)
 
 
-def lane_bytes(placement: Placement) -> int:
-    """Counts a GPU's bytes for the communicators with stages that help, or are helped."""
-    return LANES * len(placement.partners) * COMMUNICATOR_BYTES
-
-
 def cpu_spare(cfg: Layout, machine: Machine, lines: list[Line], limit: int) -> int:
     """Counts a CPU's bytes for the buffers of activations: what is left of `limit`, a rank's share of the
     host, beside the model's states (the `lines` of states()) and a bound of the temporary tensors."""
@@ -158,7 +153,7 @@ def host_capacity(cfg: Layout, machine: Machine, world: int) -> int:
     """Counts the bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the
     optimizer: those that host_memory_gb grants, or those left beside the copy that a checkpoint is written
     from. Errors: ConfigError where the node has fewer."""
-    return alpha.granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
+    return granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
                                snapshot_bytes(cfg, machine, world), "what a node has")
 
 
@@ -207,5 +202,5 @@ def granting(cfg: Config, machine: Machine, world: int, nbytes: int) -> tuple[Co
         every = with_stages(cfg, world) if cfg.pp == "auto" else [cfg]
         # msp, which takes none of it, is not for the one subsequence that nobody has decided on
         copy = max(snapshot_bytes(Layout.of(one, msp=False), machine, world) for one in every)
-    node = replace(machine.node, host_memory_bytes=int((nbytes + copy) / alpha.HOST_SHARE) + 2)
+    node = replace(machine.node, host_memory_bytes=int((nbytes + copy) / HOST_SHARE) + 2)
     return replace(cfg, host_memory_gb=nbytes / 1e9), replace(machine, node=node)

@@ -9,6 +9,7 @@ from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate
 from memo.estimate.hardware import GIB, Machine
+from memo.estimate.picture import dry_run
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
@@ -16,7 +17,6 @@ from memo.formulas import parameters, percent
 from memo.layer import head_groups
 from memo.msp import shares_lines
 from memo.pipeline_plot import pipeline
-from memo.plots import dry_run
 from memo.subsequences import subsequences_line
 from memo.swap.alpha import what_set_it
 

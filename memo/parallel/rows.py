@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 
 from memo.layer import CHUNK_ROWS, SPLIT_ROWS
+from memo.parallel.axis import Axis
 
 
 def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None = None) -> list[slice]:
@@ -22,3 +23,9 @@ def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> I
     """Yields the tensors, cut into the same ranges of rows."""
     for r in cut(0, len(tensors[0]), ranks, most=most):
         yield [t[r] for t in tensors]
+
+
+def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts ids from the first of this rank's V -> (ids, mask of its own); others become any of its own."""
+    ids = ids - axis.rank * V
+    return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)

@@ -20,7 +20,7 @@ import torch
 from memo.layer import Parameter
 from memo.matmul import Linear, Matmul, Rows
 from memo.parallel.axis import Axis, Works
-from memo.parallel.rows import chunks, cut
+from memo.parallel.rows import chunks, cut, own_ids
 
 # --- pieces of rows in turns ---
 
@@ -118,12 +118,6 @@ def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tens
 
 
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
-
-def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts ids from the first of this rank's V -> (ids, mask of its own); others become any of its own."""
-    ids = ids - axis.rank * V
-    return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)
-
 
 # (n, tp), (V/tp, C) -> (n, C)
 def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -10,33 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
-from typing import Literal
 
 from memo.config import Config
-from memo.errors import ConfigError
+from memo.errors import OutOfHostMemory
 from memo.layer import INPUT, Tensor, groups_of
 from memo.swap.placement import Placement
 
-HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 ANY_HOST = 2**62  # bytes of a host that holds whatever there is
-
-
-class OutOfHostMemory(ConfigError):
-    """OOHM: the host cannot hold what is to be swapped."""
-
-
-def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, reserved: int,
-                  where: str) -> int:
-    """Counts the bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there
-    beside `reserved` bytes. `where`: words for what is there. Errors: OutOfHostMemory: more is asked for."""
-    most = max(0, int(there_bytes * HOST_SHARE) - reserved)
-    if host_memory_gb == "auto":
-        return most
-    if host_memory_gb * 1e9 > most:
-        beside = f" beside {reserved / 1e9:.4g} for a checkpoint's copy" if reserved else ""
-        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {most / 1e9:.4g}, "
-                              f"{HOST_SHARE:.0%} of {where}{beside}; try host_memory_gb=auto")
-    return int(host_memory_gb * 1e9)
 
 
 @dataclass(frozen=True)

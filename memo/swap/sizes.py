@@ -2,7 +2,9 @@
 one computes rows of another. No torch."""
 
 from math import prod
+from typing import Literal
 
+from memo.errors import OutOfHostMemory
 from memo.layer import INPUT, Tensor
 from memo.msp import Help
 from memo.schedule.access import Memory
@@ -10,6 +12,8 @@ from memo.schedule.help import HELPER_PLACES
 from memo.schedule.place import Content, Part
 from memo.schedule.step import Step
 from memo.swap.placement import Placement
+
+HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
 class Sizes:
@@ -86,3 +90,17 @@ def shared_regions(sizes: Sizes) -> dict[str, int]:
              "guest_gradients": HELPER_PLACES * (gradients + guest_rows(p) * sums) * bool(p.guests),
              "repaid": sum(gradients + n * sums for n in repaid_rows(p).values())}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, reserved: int,
+                  where: str) -> int:
+    """Counts the bytes that a host grants: host_memory_gb (1e9 bytes), or HOST_SHARE of what is there
+    beside `reserved` bytes. `where`: words for what is there. Errors: OutOfHostMemory: more is asked for."""
+    most = max(0, int(there_bytes * HOST_SHARE) - reserved)
+    if host_memory_gb == "auto":
+        return most
+    if host_memory_gb * 1e9 > most:
+        beside = f" beside {reserved / 1e9:.4g} for a checkpoint's copy" if reserved else ""
+        raise OutOfHostMemory(f"host_memory_gb={host_memory_gb:g} must be at most {most / 1e9:.4g}, "
+                              f"{HOST_SHARE:.0%} of {where}{beside}; try host_memory_gb=auto")
+    return int(host_memory_gb * 1e9)

@@ -20,7 +20,8 @@ from typing import Literal
 
 import torch
 
-from memo.swap.alpha import OutOfHostMemory, granted_bytes
+from memo.errors import OutOfHostMemory
+from memo.swap.sizes import granted_bytes
 
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
 MPOL_PREFERRED = 1  # pages of that node while it has some, then of others: a small node must not end the run
