@@ -1,5 +1,5 @@
 """A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here, in
-memo/block.py, which has one layer, and in memo/edges.py, which has embedding and head.
+memo/layer/block.py, which has one layer, and in memo/layer/edges.py, which has embedding and head.
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b
@@ -18,13 +18,22 @@ from typing import Any
 
 import torch
 
-from memo.activations import Activations, Weights
-from memo.attention import resolve_attention
-from memo.backends import aligned
-from memo.block import Block
-from memo.device import free_bytes
-from memo.edges import Edges, Tables
-from memo.flat import (
+from memo.config.layer import layer_of
+from memo.config.layout import Layout
+from memo.config.rope import parse_scaling, scaled
+from memo.decide.placing import all_kept, with_stream
+from memo.kernels.attention import resolve_attention
+from memo.kernels.backends import aligned
+from memo.kernels.matmul import check_products
+from memo.kernels.ops import resolve_ops, rotations
+from memo.layer.activations import Activations, Weights
+from memo.layer.block import Block
+from memo.layer.cp import attention_over_ranks
+from memo.layer.edges import Edges, Tables
+from memo.layer.metp_block import MetpBlock
+from memo.layer.row_order import row_order
+from memo.memory.buffers import Swap, of_sequences
+from memo.memory.flat import (
     bucket_places,
     gradients_in_turns,
     local_layout,
@@ -32,28 +41,19 @@ from memo.flat import (
     states_of,
     weights_in_turns,
 )
-from memo.layer import layer_of
-from memo.layout import Layout
-from memo.matmul import check_products
-from memo.metp_block import MetpBlock
-from memo.ops import resolve_ops, rotations
-from memo.parallel.cp import attention_over_ranks
+from memo.memory.placement import Placement
+from memo.memory.views import bucket_views, views
 from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.tp import local
 from memo.planner.allocator import Arena, NoArena
-from memo.protocols import LayerBlock, Source
-from memo.rope import parse_scaling, scaled
-from memo.row_order import row_order
 from memo.schedule.execute import Work
 from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
-from memo.staging import HostWeights
-from memo.swap.buffers import Swap, of_sequences
-from memo.swap.placement import Placement
-from memo.swap.placing import all_kept, with_stream
-from memo.views import bucket_views, views
+from memo.states.protocols import LayerBlock, Source
+from memo.states.staging import HostWeights
+from memo.system.device import free_bytes
 
 
 def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,8 +80,8 @@ class GPT:
 
     `cfg.vocab_size` must be known. Without `grads` the model can only be evaluated. `buckets`: [(start, end)]
     of embeddings, each layer, final norm; mesh.replicas can share each out equally. `bucket_params`,
-    `bucket_grads`: those of each, flat; some may take turns in two places (memo/flat.py). `coming`: the
-    buckets whose parameters come for each pass.
+    `bucket_grads`: those of each, flat; some may take turns in two places (memo/memory/flat.py). `coming`:
+    the buckets whose parameters come for each pass.
     """
 
     def __init__(self, cfg: Layout, device: torch.device, dtype: torch.dtype, grads: bool = True,

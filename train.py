@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from memo.signals import handle
+from memo.system.signals import handle
 
 if __name__ == "__main__":
     handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
@@ -14,10 +14,10 @@ if __name__ == "__main__":
 import contextlib
 import sys
 
-from memo import command
-from memo.config import Config
-from memo.load_config import keys_help, load_config
-from memo.manifest import Damaged
+from memo.checkpoint.manifest import Damaged
+from memo.config.config import Config
+from memo.run.load_config import keys_help, load_config
+from memo.system import command
 
 
 def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
@@ -44,23 +44,24 @@ import time
 
 import torch
 
-from memo import checkpoint, memory
-from memo.batch import to_device
-from memo.device import device_peak_bytes
-from memo.ending import complete, not_finite, save
-from memo.formulas import mfu, tgs
-from memo.launch import Launch, rank_errors, read_launch, together
-from memo.loggers import StepStats
-from memo.memory import naming_region
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.checkpoint import checkpoint
+from memo.config.formulas import mfu, tgs
+from memo.data.batch import to_device
+from memo.huggingface.weights import HfWeights
 from memo.parallel.mesh import connected, open_mesh
-from memo.report import report_step
-from memo.run import open_run, prepare_run
-from memo.run_state import Run
+from memo.run import reserve
+from memo.run.ending import complete, not_finite, save
+from memo.run.loggers import StepStats
+from memo.run.prepare import open_run, prepare_run
+from memo.run.report import report_step
+from memo.run.reserve import naming_region
+from memo.run.state import Run
 from memo.schedule.spans import busy_s, length_s, stall_s
-from memo.signals import StopSignal, interruptible
-from memo.weights import HfWeights
+from memo.states.optim import Optimizer
+from memo.system.axis import Axis
+from memo.system.device import device_peak_bytes
+from memo.system.launch import Launch, rank_errors, read_launch, together
+from memo.system.signals import StopSignal, interruptible
 from model import GPT, initial_weights
 
 # --- before the first step ---
@@ -91,10 +92,10 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
     with naming_region(decided.expected, device, "rounding_buffers"):
         machine = decided.expected.machine if decided.expected else None
-        decision = memory.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
+        decision = reserve.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
     # rehearses a step, and gives each of its temporary tensors an address
     with naming_region(decided.expected, device, "transient"):
-        memory.plan_memory(cfg, model)
+        reserve.plan_memory(cfg, model)
     return open_run(decided, mesh, model, optimizer, decision)
 
 

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.machine import machine
-from memo.command import run
+from memo.system.command import run
 
 ROOT = Path(__file__).parents[1]
 CPU_S, MEMORY, WALL_S = 5, 2**30, 60

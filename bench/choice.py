@@ -17,7 +17,7 @@ from statistics import median
 
 import train
 from bench.machine import store_parts
-from memo.loggers import read_metrics
+from memo.run.loggers import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 RUN = dict(dataset="stdlib", device="cpu", warmup_iters=0, eval_interval=0, save_interval=0)

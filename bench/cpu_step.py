@@ -18,9 +18,9 @@ import torch
 
 from bench.floor import Kernels
 from bench.machine import machine
-from memo import memory
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.config.layout import Layout
+from memo.run import reserve
+from memo.states.optim import Optimizer
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 
@@ -74,7 +74,7 @@ def rivals(cfg, B, name):
         optimizer = Optimizer(model, cfg)
         optimizer.load(initial_weights(cfg, 0, "cpu"))
         model.reserve(B, cfg.block_size)
-        memory.plan_memory(cfg, model)
+        reserve.plan_memory(cfg, model)
 
         def step():
             model.forward(tokens, targets, scale=1.0)

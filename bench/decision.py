@@ -31,20 +31,20 @@ import torch
 
 from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
-from memo import memory
-from memo.choose import choose_subsequences
-from memo.config import Config
-from memo.decide import GAPS, Room, decide, problem_of, ways_of
-from memo.estimate import hardware
+from memo.config.config import Config
+from memo.config.layer import n_rows, tensors_of
+from memo.config.layout import Layout
+from memo.decide.choose import choose_subsequences
+from memo.decide.placing import place_rows, placed
+from memo.decide.step_seconds import UnitRates, layers_s, step_seconds
+from memo.decide.where import GAPS, Room, decide, problem_of, ways_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.measure import attentions, least_seconds, matmuls, row_passes
-from memo.estimate.step_seconds import UnitRates, layers_s, step_seconds
-from memo.files import save_json
-from memo.layer import n_rows, tensors_of
-from memo.layout import Layout
+from memo.run import reserve
+from memo.run.measure import attentions, least_seconds, matmuls, row_passes
 from memo.schedule.streams import CpuStream, Streams, Timeline
-from memo.swap.placing import place_rows, placed
+from memo.system import hardware
+from memo.system.files import save_json
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def measured_rates(cfg):
     """The Rates of a config with numbers, as a run measures them."""
     model = GPT(cfg, CPU, torch.float32)
     layer = sum(t.nbytes for t in tensors_of(cfg, 4).values())
-    rates = memory.reserve_activations(cfg, model, (cfg.n_layer - 1) * layer).rates  # not all of them fit
+    rates = reserve.reserve_activations(cfg, model, (cfg.n_layer - 1) * layer).rates  # not all of them fit
     model.close()
     return rates
 
@@ -279,8 +279,8 @@ def main():
     torch.set_num_threads(1)
     results = []
     for S in LENGTHS:
-        with (patch("memo.choose.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
-              patch("memo.estimate.measure.time", SimpleNamespace(perf_counter=time.thread_time))):
+        with (patch("memo.decide.choose.LEAST_TOKENS", LEAST),  # a CPU's kernels are fast at fewer, too
+              patch("memo.run.measure.time", SimpleNamespace(perf_counter=time.thread_time))):
             device = measured_device(S)
             measured = {(N, cut): measured_rates(config_of(S, N, cut))
                         for N in NUMBERS for cut in (("equal", "flops") if N > 1 else ("equal",))}

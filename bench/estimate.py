@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.machine import machine as machine_at_hand
-from memo.estimate import hardware
 from memo.estimate.arena import ROOT, fast_arena, traced_arena
 from memo.estimate.regions import granting
 from memo.estimate.report import limit_of
 from memo.estimate.search import config_with, degrees_of, longest, search
-from memo.files import save_json
-from memo.load_config import load_config
+from memo.run.load_config import load_config
+from memo.system import hardware
+from memo.system.files import save_json
 from testing.paper import HOST_BYTES
 
 RESULTS = Path(__file__).parent / "results"

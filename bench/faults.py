@@ -37,13 +37,13 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-import memo.report
+import memo.run.report
 import train
 from bench.machine import store_parts
-from memo import checkpoint
-from memo.command import run
-from memo.loggers import read_metrics
-from memo.manifest import checkpoints
+from memo.checkpoint import checkpoint
+from memo.checkpoint.manifest import checkpoints
+from memo.run.loggers import read_metrics
+from memo.system.command import run
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).with_suffix(".c")
@@ -81,7 +81,7 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.library = folder, preloaded()
-        memo.report.draw_picture = lambda *args: None  # they take longer than the run
+        memo.run.report.draw_picture = lambda *args: None  # they take longer than the run
         data = folder / "data"
         data.mkdir()
         for split in ("train", "val"):

@@ -18,13 +18,13 @@ from pathlib import Path
 from bench.machine import store_parts
 from bench.parallel_convergence import ROOT, train
 from bench.swap_convergence import curve, plot
-from memo.estimate import hardware
+from memo.config.layer import tensors_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.report import layout_of
 from memo.estimate.search import search
-from memo.layer import tensors_of
-from memo.load_config import load_config
+from memo.run.load_config import load_config
+from memo.system import hardware
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = dict(n_layer=4, n_head=4, n_embd=128, block_size=1024, batch_size=2, dataset="stdlib", device="cpu",

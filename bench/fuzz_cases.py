@@ -31,7 +31,7 @@ from bench.fuzz_there import (
 OUTPUTS = {"out_dir", "o", "output", "plot"}
 # else these take half a minute
 ENDS = {"-m memo.profiler": ["--dtype=float64"], "data/stdlib/prepare.py": ["--vocab_size=1"]}
-OF_CONFIG = ("train.py", "-m memo.planner.trace_step", "-m memo.estimate")
+OF_CONFIG = ("train.py", "-m memo.run.trace_step", "-m memo.estimate")
 
 
 def argv(case, there):
@@ -72,7 +72,7 @@ def config(case, there):
         odd.spoil(rng, file)
     keys = flags(**TINY | dict(max_iters=1, lr_decay_iters=1, warmup_iters=0, dataset=there.dataset))
     case.run(*rng.choice((["train.py", file, *keys, "--out_dir=out"], [*ESTIMATE, file, *keys],
-                          [*ESTIMATE, file, *keys], ["-m", "memo.planner.trace_step", file, *keys])))
+                          [*ESTIMATE, file, *keys], ["-m", "memo.run.trace_step", file, *keys])))
 
 
 # --- JSON ---

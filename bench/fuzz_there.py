@@ -43,7 +43,7 @@ def convert(what, source, target):
 
 COMMANDS = {  # arguments that are right, or fail soon
     "train.py": [*flags(**TINY | SHORT), "--dataset=DATA", "--out_dir=out"],
-    "-m memo.planner.trace_step": [*flags(**TINY), "--dataset=DATA"],
+    "-m memo.run.trace_step": [*flags(**TINY), "--dataset=DATA"],
     "-m memo.estimate": [*ESTIMATE[2:], *flags(**TINY), "--dataset=DATA"],
     "-m memo.sample": ["OUT", "--prompt=the", "--max_new_tokens=3"],
     "-m memo.dsa": ["requests.csv", "--time_limit=1", "-o", "plan.csv"],

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.machine import machine
-from memo.loggers import read_metrics
-from memo.manifest import checkpoints
+from memo.checkpoint.manifest import checkpoints
+from memo.run.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(n_layer=2, n_head=2, n_embd=64, block_size=256, dataset="stdlib", device="cpu",

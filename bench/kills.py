@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from bench.machine import machine
-from memo.loggers import read_metrics
+from memo.run.loggers import read_metrics
 from testing.ranks import children
 
 ROOT = Path(__file__).parents[1]

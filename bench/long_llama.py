@@ -20,11 +20,11 @@ import torch
 
 from bench.machine import machine
 from memo.evaluate import set_up_evaluation
-from memo.launch import read_launch
-from memo.loggers import read_metrics
-from memo.long_context import token_losses
 from memo.parallel.mesh import connected
-from memo.plots import plain
+from memo.plots.figures import plain
+from memo.run.loggers import read_metrics
+from memo.run.long_context import token_losses
+from memo.system.launch import read_launch
 
 ROOT = Path(__file__).parents[1]
 SHORT, LONG = 4096, 16384

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from memo.config import Config
-from memo.estimate import hardware
+from memo.config.config import Config
 from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.regions import granting
@@ -35,9 +34,10 @@ from memo.estimate.search import (
     longest,
     longest_of_layouts,
 )
-from memo.files import save_json
-from memo.load_config import load_config
-from memo.plots import plain
+from memo.plots.figures import plain
+from memo.run.load_config import load_config
+from memo.system import hardware
+from memo.system.files import save_json
 from testing.paper import HOST_BYTES
 
 RESULTS = Path(__file__).parent / "results"

@@ -18,9 +18,9 @@ import torch
 
 from bench.cpu_step import MODELS, autograd_step, llama_of_transformers
 from bench.machine import machine
-from memo.layer import tensors_of
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 
 ROOT = Path(__file__).parents[1]

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import store_parts
 from bench.papers.metp_layer import CPU, MODELS
-from memo.estimate.measure import layer_rates
-from memo.layout import Layout
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.config.layout import Layout
 from memo.parallel.mesh import Mesh
-from memo.plots import plain
+from memo.plots.figures import plain
+from memo.run.measure import layer_rates
 from memo.schedule.streams import open_streams
+from memo.states.optim import Optimizer
+from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
 

@@ -15,16 +15,16 @@ import matplotlib.pyplot as plt
 import torch
 
 from bench.machine import machine
-from memo.attention import BACKENDS
-from memo.layer import layer_of, n_rows, tensors_of
-from memo.layout import Layout
-from memo.ops import TORCH
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks, ring_tile
+from memo.config.layer import layer_of, n_rows, tensors_of
+from memo.config.layout import Layout
+from memo.kernels.attention import BACKENDS
+from memo.kernels.ops import TORCH
+from memo.layer.cp import attention_over_ranks, ring_tile
+from memo.memory.placement import Placement
 from memo.parallel.mesh import open_mesh
-from memo.plots import plain
-from memo.swap.placement import Placement
+from memo.plots.figures import plain
+from memo.states.optim import Optimizer
+from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
 

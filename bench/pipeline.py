@@ -17,8 +17,8 @@ from statistics import mean, median
 from bench.machine import machine
 from bench.parallel_convergence import MODEL, train
 from bench.swap_convergence import curve, plot
-from memo.layout import Layout
-from memo.loggers import read_metrics
+from memo.config.layout import Layout
+from memo.run.loggers import read_metrics
 from memo.schedule.spans import busy_s, length_s
 from testing.ranks import pool
 from testing.stages import slept

@@ -19,16 +19,16 @@ import matplotlib
 import torch
 
 from bench.machine import machine
+from memo.config.layer import layer_of
+from memo.config.layout import Layout
 from memo.dsa.problem import solve
-from memo.layer import layer_of
-from memo.layout import Layout
-from memo.load_config import load_config
+from memo.memory.placement import Placement
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.plan import Levels, plan_trace
-from memo.planner.rehearsal import traced_requests
 from memo.planner.trace import requests_of
-from memo.plots import BLUE, GREY, ORANGE, memory_plan
-from memo.swap.placement import Placement
+from memo.plots.figures import BLUE, GREY, ORANGE, memory_plan
+from memo.run.load_config import load_config
+from memo.run.rehearsal import traced_requests
 from model import GPT
 from research.caching import SimulatedOutOfMemory, panel, simulate_caching
 

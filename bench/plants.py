@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 
 from bench.machine import store_parts
-from memo.estimate import measure
+from memo.run import measure
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
@@ -60,7 +60,7 @@ COMMANDS = {
     "planner": ["memo.planner", "a.log", "-o", "plan.json"],
     "dsa": ["memo.dsa", "a.csv", "-o", "plan.csv"],
     "calibrate": ["memo.profiler", "--calibrate", "--device=cpu"],
-    "trace_step": ["memo.planner.trace_step", *TINY, "--vocab_size=300"],
+    "trace_step": ["memo.run.trace_step", *TINY, "--vocab_size=300"],
 }
 NAMED = {"out", "made", "data", "run", "cache"}  # the command line names these folders: they may be links
 WRITES = re.compile(r"\d+ +(?:open(?:at)?\(.*O_(?:WRONLY|RDWR|CREAT|TRUNC)|(?:creat|rename|mkdir|rmdir|"
@@ -245,7 +245,8 @@ def tree(folder):
 
 def main():
     torch.set_num_threads(1)
-    for name in ("memo.plots", "matplotlib.pyplot", "tokenizers", "memo.dcp", "memo.convert", "train"):
+    for name in ("memo.plots.figures", "matplotlib.pyplot", "tokenizers", "memo.checkpoint.dcp",
+                 "memo.convert", "train"):
         importlib.import_module(name)
     measure.REPEATS, measure.LEAST_S, measure.ROUNDS = 1, 0.0, 1  # the file counts, not what is in it
     matmuls, attentions = measure.matmuls, measure.attentions

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.machine import machine
-from memo.batch import open_dataset
-from memo.load_config import load_config
-from memo.tokens import write_dataset
+from memo.data.batch import open_dataset
+from memo.data.tokens import write_dataset
+from memo.run.load_config import load_config
 from train import learning_rate
 
 ROOT = Path(__file__).parents[1]

@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.machine import machine
-from memo.command import run
 from memo.errors import ConfigError
-from memo.files import save_json
+from memo.system.command import run
+from memo.system.files import save_json
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = {"step_s", "tgs", "mfu", "stall_s", "bubble_s", "device_peak_bytes", "rates", "alpha_limits",

@@ -4,13 +4,13 @@ states=device, sharded and host, and the fastest layout at a context asked for."
 from dataclasses import replace
 from itertools import product
 
-from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.regions import granting
 from memo.estimate.report import layout_of, limit_of
 from memo.estimate.search import config_with, estimate_or_none, longest_by_bound, with_seconds
-from memo.load_config import load_config
+from memo.run.load_config import load_config
+from memo.system import hardware
 
 PLACES = "device", "sharded", "host"
 # name of a machine: (GPU, GPUs, bytes of host memory that a node grants: nine tenths of what it has)

@@ -39,13 +39,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.machine import store_parts
 from bench.state_targets import targets
-from memo.decide import Room, problem_of
-from memo.layout import Layout
-from memo.optim import Optimizer
-from memo.plots import BLUE, GREEN, GREY, plain, timeline
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
+from memo.memory.buffers import copy_bytes
+from memo.plots.figures import BLUE, GREEN, GREY, plain, timeline
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
-from memo.swap.buffers import copy_bytes
-from memo.swap.placing import place_rows
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 from testing.turns import RACES, WAITS, Racing
 
@@ -92,7 +92,7 @@ def link(bytes_per_s):
         end = time.perf_counter() + sum(there.nbytes for there, _ in pairs) / bytes_per_s
         copy_bytes(pairs)
         time.sleep(max(0.0, end - time.perf_counter()))
-    with patch("memo.swap.buffers.copy_bytes", paced), patch("memo.staging.copy_bytes", paced):
+    with patch("memo.memory.buffers.copy_bytes", paced), patch("memo.states.staging.copy_bytes", paced):
         yield
 
 

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from bench.machine import store_parts
-from memo.layout import Layout
-from memo.memory import plan_memory
-from memo.optim import Optimizer
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths
+from memo.decide.placing import placed
 from memo.planner.trace import requests_of
-from memo.plots import REGION_COLORS, plain, planned_rectangles, pyplot
+from memo.plots.figures import REGION_COLORS, plain, planned_rectangles, pyplot
+from memo.run.reserve import plan_memory
 from memo.schedule.streams import open_streams
-from memo.subsequences import subsequence_lengths
-from memo.swap.placing import placed
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 

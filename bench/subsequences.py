@@ -24,16 +24,16 @@ import torch
 
 import train
 from bench.machine import store_parts
-from memo.batch import open_dataset
-from memo.layer import layer_of
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.loggers import read_metrics
-from memo.optim import Optimizer
-from memo.plots import plain
+from memo.config.layer import layer_of
+from memo.config.layout import Layout
+from memo.data.batch import open_dataset
+from memo.decide.placing import placed
+from memo.memory.buffers import Swap
+from memo.plots.figures import plain
+from memo.run.load_config import load_config
+from memo.run.loggers import read_metrics
 from memo.schedule.streams import open_streams
-from memo.swap.buffers import Swap
-from memo.swap.placing import placed
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 from testing.notes import noted_mesh
 from testing.rendezvous import validate_programs
@@ -122,7 +122,7 @@ def regions_of(cfg):
     half = {t.name: n // 2 if t.group else n for t in layer_of(cfg).skeletal}
     placement = placed(cfg, 2, half)
     heads = layer_of(cfg).kv_heads // cfg.tp
-    with patch("memo.swap.buffers.HostSlab", NoSlab):
+    with patch("memo.memory.buffers.HostSlab", NoSlab):
         swap = Swap(placement, layer_of(cfg), cfg.batch_size, cfg.block_size // cfg.cp, torch.bfloat16,
                     torch.device("meta"), cfg.tp, open_streams(torch.device("cpu")),
                     key_shape=(cfg.tp, heads))

@@ -15,8 +15,8 @@ import matplotlib.pyplot as plt
 
 import train
 from bench.machine import machine
-from memo.loggers import read_metrics
-from memo.plots import plain, smooth
+from memo.plots.figures import plain, smooth
+from memo.run.loggers import read_metrics
 
 MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=2048, batch_size=1, dataset="stdlib", device="cpu",
              learning_rate=2e-3, warmup_iters=20, eval_interval=100, eval_iters=4, save_interval=0)

@@ -21,15 +21,15 @@ import matplotlib.pyplot as plt
 import torch
 
 from bench.machine import machine
-from memo import memory
-from memo.decide import Room, problem_of
-from memo.layer import tensors_of
-from memo.layout import Layout
-from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
+from memo.memory.sizes import Sizes
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
+from memo.run import reserve
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline
-from memo.swap.placing import place_rows
-from memo.swap.sizes import Sizes
 from model import GPT, initial_weights
 
 CFG = Layout(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
@@ -72,7 +72,7 @@ class Bench:
         """What alpha=auto comes to at the present rate."""
         layer = sum(problem_of(CFG, 4, None, Room(0, cpu=True)).nbytes.values())
         enough = (CFG.n_layer - 1) * layer  # for what is swapped; all layers would stay on a CPU
-        return memory.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough,
+        return reserve.reserve_activations(replace(CFG, alpha_mode=mode), self.model, enough,
                                           streams=self.streams)
 
     def run(self, p):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.machine import machine
 from bench.same_losses import ROOT, Tree, first_difference, reproducible
-from memo.files import save_json
+from memo.system.files import save_json
 from testing.busy import busy
 
 BUSY = 4

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from memo.command import Arguments, answer_early, run
+from memo.system.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -36,18 +36,15 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 import torch
 from tokenizers import Tokenizer
 
-from memo import checkpoint, huggingface
-from memo.config import Config, as_keys
+from memo.checkpoint import checkpoint
+from memo.config.config import Config, as_keys
+from memo.config.layout import Layout
+from memo.config.rope import parse_scaling
+from memo.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from memo.errors import CheckpointError, ConfigError, warn
-from memo.files import JsonObject, json_bytes, load_json, save_bytes, save_json
-from memo.flat import model_parameters
-from memo.huggingface import CONFIG, OWN, model_keys, own_files, save_own_files
-from memo.layout import Layout
-from memo.load_config import stored_config
-from memo.rope import parse_scaling
-from memo.tokenizer import TOKENIZER, TOKENIZER_CONFIG
-from memo.views import whole
-from memo.weights import (
+from memo.huggingface import huggingface
+from memo.huggingface.huggingface import CONFIG, OWN, model_keys, own_files, save_own_files
+from memo.huggingface.weights import (
     HfWeights,
     check_folder,
     export_tensors,
@@ -55,6 +52,10 @@ from memo.weights import (
     save_weights,
     tokenizer_in,
 )
+from memo.memory.flat import model_parameters
+from memo.memory.views import whole
+from memo.run.load_config import stored_config
+from memo.system.files import JsonObject, json_bytes, load_json, save_bytes, save_json
 
 
 def from_hf(hf_folder: Path, out_dir: Path) -> None:

@@ -2,7 +2,7 @@
 on several GPUs, with what is between them: torchrun --nproc_per_node=8 -m memo.doctor
 
 Each check yields findings: facts, kernels, short measurements, each beside what is expected, where the tables
-of memo/estimate/hardware.py know the GPU. A fault is a finding with a remedy."""
+of memo/system/hardware.py know the GPU. A fault is a finding with a remedy."""
 
 import sys
 from argparse import Namespace
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from memo.command import Arguments, answer_early, run
+from memo.system.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -37,21 +37,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from memo import fp8, launch
-from memo.attention import facts_of, resolve_attention
-from memo.backends import cudnn_version, order, passed_over
-from memo.config import Config
-from memo.device import device_name, gpu_facts, own_bytes, pick_device
+from memo.config.config import Config
 from memo.errors import ConfigError, OutOfHostMemory, reason
-from memo.estimate.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
-from memo.estimate.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
-from memo.files import cache_place, readable_json
-from memo.ops import OPS, lacking, resolve_ops
-from memo.origin import code
-from memo.parallel.axis import Axis
+from memo.kernels import fp8
+from memo.kernels.attention import facts_of, resolve_attention
+from memo.kernels.backends import cudnn_version, order, passed_over
+from memo.kernels.ops import OPS, lacking, resolve_ops
+from memo.memory.slab import HostSlab, available, numa_node
 from memo.parallel.mesh import ALONE, connected, open_axis
 from memo.planner.allocator import Arena, Unavailable
-from memo.swap.slab import HostSlab, available, numa_node
+from memo.run.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
+from memo.system import launch
+from memo.system.axis import Axis
+from memo.system.device import device_name, gpu_facts, own_bytes, pick_device
+from memo.system.files import cache_place, readable_json
+from memo.system.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
+from memo.system.origin import code
 
 WITHOUT = {"numpy": "", "tqdm": "", "tokenizers": "", "safetensors": "", "matplotlib": "no pictures",
            "wandb": "no --wandb_log", "datasets": "no data from Hugging Face",

@@ -6,9 +6,9 @@ import sys
 from argparse import Namespace
 from dataclasses import Field
 
-from memo.command import Arguments, answer_early, run
-from memo.config import as_keys
-from memo.keys import check_value, option, typed
+from memo.config.config import as_keys
+from memo.config.keys import check_value, option, typed
+from memo.system.command import Arguments, answer_early, run
 
 HOW = ("tp", "cp", "context_parallel", "subsequences", "subsequence_cut", "unit_order", "attention", "ops",
        "device", "dtype")  # keys of the evaluation, not of the model
@@ -57,25 +57,25 @@ from pathlib import Path
 
 import torch
 
-from memo import checkpoint
-from memo.batch import Data, open_dataset
-from memo.command import progress
-from memo.config import MODEL_KEYS, Config, block_rule
-from memo.device import pick_device
+from memo.checkpoint import checkpoint
+from memo.config.config import MODEL_KEYS, Config, block_rule
+from memo.config.layout import degrees
+from memo.data.batch import Data, open_dataset
 from memo.errors import ConfigError, warn
-from memo.files import save_json
-from memo.huggingface import OWN, check_reach
-from memo.launch import Launch, rank_errors, read_launch, same_everywhere, together
-from memo.layout import degrees
-from memo.load_config import stored_config
-from memo.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
-from memo.origin import code
-from memo.parallel.axis import Axis
+from memo.huggingface.huggingface import OWN, check_reach
 from memo.parallel.mesh import connected, open_mesh
-from memo.plots import loss_by_position, needle_map
-from memo.run import check_ranks, check_same_tokenizer
-from memo.signals import interruptible
-from memo.staging import with_place
+from memo.plots.figures import loss_by_position, needle_map
+from memo.run.load_config import stored_config
+from memo.run.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
+from memo.run.prepare import check_ranks, check_same_tokenizer
+from memo.states.staging import with_place
+from memo.system.axis import Axis
+from memo.system.command import progress
+from memo.system.device import pick_device
+from memo.system.files import save_json
+from memo.system.launch import Launch, rank_errors, read_launch, same_everywhere, together
+from memo.system.origin import code
+from memo.system.signals import interruptible
 from model import GPT
 
 

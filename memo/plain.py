@@ -28,13 +28,13 @@ from typing import Protocol
 
 import torch
 
-from memo.activations import Activations
-from memo.block import Block
-from memo.config import Config
-from memo.edges import Edges
-from memo.layer import INPUT, SPLIT_ROWS, n_rows, tensors_of
+from memo.config.config import Config
+from memo.config.layer import INPUT, SPLIT_ROWS, n_rows, tensors_of
+from memo.layer.activations import Activations
+from memo.layer.block import Block
+from memo.layer.edges import Edges
+from memo.memory.slab import HostSlab
 from memo.schedule.streams import Event, Streams
-from memo.swap.slab import HostSlab
 
 
 class Model(Protocol):
@@ -49,7 +49,8 @@ class Model(Protocol):
 @dataclass(eq=False)
 class Kept(Activations):
     """Holds what a layer keeps for its backward, by name, for Block to fill and read: x, ln1_out, q, k, v,
-    attn_out, lse, mid and so on, as memo/layer.py lists them. Each tensor is a view of the layer's buffer."""
+    attn_out, lse, mid and so on, as memo/config/layer.py lists them. Each tensor is a view of the layer's
+    buffer."""
 
     dropped: dict[str, slice] = field(default_factory=dict)  # the rows to recompute, of each tensor
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (device, host) bytes

@@ -1,4 +1,4 @@
-"""The command that measures this machine for memo.estimate (memo/estimate/measure.py):
+"""The command that measures this machine for memo.estimate (memo/run/measure.py):
 
     python -m memo.profiler --calibrate                             one rank
     torchrun --nproc_per_node=8 -m memo.profiler --calibrate        eight at once, and their messages
@@ -7,7 +7,7 @@
 import sys
 from argparse import Namespace
 
-from memo.command import Arguments, answer_early, run
+from memo.system.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -23,12 +23,12 @@ def read_argv(argv: list[str]) -> Namespace:
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
-from memo.config import Config
-from memo.device import pick_device
-from memo.estimate.hardware import calibration_path
-from memo.estimate.measure import calibrate, counted
-from memo.launch import read_launch
+from memo.config.config import Config
 from memo.parallel.mesh import connected, open_mesh
+from memo.run.measure import calibrate, counted
+from memo.system.device import pick_device
+from memo.system.hardware import calibration_path
+from memo.system.launch import read_launch
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 
-from memo.command import Arguments, answer_early, run
+from memo.system.command import Arguments, answer_early, run
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -33,16 +33,16 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
-from memo import checkpoint
-from memo.block import Block
-from memo.device import pick_device
+from memo.checkpoint import checkpoint
+from memo.data.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
+from memo.data.tokens import PIECE_CHARS, encode
 from memo.errors import ConfigError, reason
-from memo.files import read_text
-from memo.huggingface import OWN, check_reach
-from memo.load_config import stored_config
-from memo.staging import with_place
-from memo.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
-from memo.tokens import PIECE_CHARS, encode
+from memo.huggingface.huggingface import OWN, check_reach
+from memo.layer.block import Block
+from memo.run.load_config import stored_config
+from memo.states.staging import with_place
+from memo.system.device import pick_device
+from memo.system.files import read_text
 from model import GPT
 
 

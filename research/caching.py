@@ -20,7 +20,7 @@ from math import inf
 
 from memo.planner.plan import Plan
 from memo.planner.trace import Trace, requests_of
-from memo.plots import Panel, Rectangle, segment_kind, size_text
+from memo.plots.figures import Panel, Rectangle, segment_kind, size_text
 
 MiB = 2**20
 MIN_BLOCK, SMALL, SMALL_SEGMENT = 512, MiB, 2 * MiB  # bytes
@@ -159,7 +159,7 @@ def simulate_caching(traces: list[Trace], capacity: int | None = None,
 
 
 def panel(trace: Trace, plan: Plan) -> Panel:
-    """Makes the panel of memo.plots.memory_plan() of one step, from an empty cache."""
+    """Makes the panel of memo.plots.figures.memory_plan() of one step, from an empty cache."""
     cache, tensors = simulate_caching([trace], planned_only=True)
     segments = [Rectangle(s.since, s.until, s.address, s.bytes, "reserved") for s in cache.history]
     reserved = cache.peak_reserved_bytes

@@ -10,13 +10,13 @@ for a micro batch of one sequence; larger ones take more.
 
 from math import fsum
 
-from memo.config import Config
-from memo.estimate.hardware import Machine
+from memo.config.config import Config
+from memo.config.layer import Operation, layer_of
+from memo.config.layout import Layout
 from memo.estimate.pipeline_seconds import rows_of_tp_s
 from memo.estimate.roofline import hop_s, late_hop, own_kernels, total
 from memo.estimate.unit_seconds import Block
-from memo.layer import Operation, layer_of
-from memo.layout import Layout
+from memo.system.hardware import Machine
 
 MEGATRON, DEEPSPEED = "megatron", "deepspeed"
 BF16, FP32 = 2, 4

@@ -14,14 +14,14 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from memo.choose import degrees_of
-from memo.config import Config
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
+from memo.config.config import Config
+from memo.config.formulas import mfu, tgs
+from memo.config.layer import layer_of
+from memo.config.layout import Layout
+from memo.decide.choose import degrees_of
 from memo.estimate.pipeline_seconds import data_s, embedding_s, hop_s, optimizer_s
 from memo.estimate.search import config_with
-from memo.formulas import mfu, tgs
-from memo.layer import layer_of
-from memo.layout import Layout
+from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from testing.baseline_layer import BF16, DEEPSPEED, FP32, MEGATRON, head_s, layer_s, logit_bytes
 
 OPTIMIZER_BYTES = 12  # of a parameter: weight and two moments in fp32

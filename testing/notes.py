@@ -1,4 +1,4 @@
-"""What a rank's axes (memo/parallel/axis.py) are asked for, written down where nobody is at the other ends:
+"""What a rank's axes (memo/system/axis.py) are asked for, written down where nobody is at the other ends:
 its messages in the order of its host, and where it waits for them. rendezvous.py runs the programs of all
 ranks together to see whether their messages meet.
 """
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memo.layout import communicators
-from memo.parallel.axis import Axis, Work
+from memo.config.layout import communicators
 from memo.parallel.mesh import Mesh, lines_of, mesh_of_axes
+from memo.system.axis import Axis, Work
 
 
 class Communicator(NamedTuple):

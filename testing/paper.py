@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memo.choose import degrees_of
-from memo.config import Config
-from memo.estimate import hardware
+from memo.config.config import Config
+from memo.decide.choose import degrees_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import Estimate
 from memo.estimate.search import config_with, estimate_or_none
-from memo.load_config import load_config
+from memo.run.load_config import load_config
+from memo.system import hardware
 
 PAPER, METP, SPPO = (json.loads((Path(__file__).parent / f"{name}_paper.json").read_text())
                      for name in ("memo", "metp", "sppo"))

@@ -21,11 +21,11 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from memo import launch
-from memo.command import run
-from memo.launch import Launch
 from memo.parallel.mesh import connected
 from memo.planner.allocator import Unavailable, load_library
+from memo.system import launch
+from memo.system.command import run
+from memo.system.launch import Launch
 
 TIMEOUT_S = 1800  # of what takes seconds: only what hangs takes so long, on a busy machine too
 PROCESSES = multiprocessing.get_context("forkserver")

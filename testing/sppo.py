@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from memo.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.config.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths
+from memo.decide.placing import placed
+from memo.memory.buffers import Swap
 from memo.schedule.spans import Span
 from memo.schedule.step import Moved, Op, Step
 from memo.schedule.streams import CpuMark, CpuStream, Streams, Timeline
-from memo.subsequences import subsequence_lengths
-from memo.swap.buffers import Swap
-from memo.swap.placing import placed
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")

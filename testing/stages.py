@@ -8,15 +8,15 @@ from unittest.mock import patch
 
 import torch
 
-from memo.edges import Edges
-from memo.layout import Layout
-from memo.msp import Shares, even_parts, shares_of
-from memo.parallel.axis import Axis
+from memo.config.layout import Layout
+from memo.config.msp import Shares, even_parts, shares_of
+from memo.decide.placing import placed
+from memo.layer.edges import Edges
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.spans import Span
 from memo.schedule.step import Op, Step
-from memo.swap.placing import placed
+from memo.system.axis import Axis
 from model import GPT
 
 WORK = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}  # of a unit of a whole subsequence

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from memo.decide import Room, problem_of
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
 from memo.schedule.streams import CpuMark, CpuStream, Event, Streams, Timeline
-from memo.swap.placing import place_rows
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")

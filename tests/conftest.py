@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import memo.run
-from memo import command, report
+import memo.run.prepare
+from memo.run import report
+from memo.system import command
 from tests.helpers import VOCAB, bound_arena, no_picture
 
 
@@ -77,7 +78,7 @@ def pictures(draw_picture, monkeypatch):
 def arena_here():
     """The real one. Runs in this process bound their arena: a trace takes longer than all else of a small
     run."""
-    real = memo.run.arena_here
+    real = memo.run.prepare.arena_here
     with pytest.MonkeyPatch.context() as m:
         bound_arena(m)
         yield real
@@ -86,7 +87,7 @@ def arena_here():
 @pytest.fixture
 def traces(arena_here, monkeypatch):
     """Runs estimate their arena by a trace."""
-    monkeypatch.setattr("memo.run.arena_here", arena_here)
+    monkeypatch.setattr("memo.run.prepare.arena_here", arena_here)
 
 
 @pytest.fixture

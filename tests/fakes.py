@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from memo.attention import INTERFACES, math_backward, math_forward
+from memo.kernels.attention import INTERFACES, math_backward, math_forward
 
 FORWARD = {
     "2.6.3": "q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax",

@@ -7,21 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo import checkpoint, convert
-from memo.command import run
-from memo.config import as_keys
+from memo import convert
+from memo.checkpoint import checkpoint
+from memo.checkpoint.manifest import FORMAT, METADATA, manifest_text
+from memo.config.config import as_keys
+from memo.config.layer import decoder_layer
+from memo.config.layout import Layout
+from memo.config.msp import helping_pairs
 from memo.estimate.arena import fast_arena
-from memo.flat import model_parameters
-from memo.layer import decoder_layer
-from memo.layout import Layout
-from memo.loggers import read_metrics
-from memo.manifest import FORMAT, METADATA, manifest_text
-from memo.msp import helping_pairs
-from memo.optim import Optimizer
+from memo.huggingface.weights import HfWeights
+from memo.layer.row_order import row_order
+from memo.memory.flat import model_parameters
 from memo.parallel.mesh import open_lanes, open_mesh
-from memo.row_order import row_order
+from memo.run.loggers import read_metrics
 from memo.schedule.simulate import times_of_stages
-from memo.weights import HfWeights
+from memo.states.optim import Optimizer
+from memo.system.command import run
 from model import GPT, initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -63,17 +64,17 @@ def losses(out):
 
 
 def no_picture(run, name, work):
-    """In the place of memo.report.draw_picture."""
+    """In the place of memo.run.report.draw_picture."""
 
 
 def bound_arena(m):
     """Runs bound their arena, and trace nothing."""
-    m.setattr("memo.run.arena_here", fast_arena)
+    m.setattr("memo.run.prepare.arena_here", fast_arena)
 
 
 def choosing(m):
     """Runs choose from several subsequences at small lengths."""
-    m.setattr("memo.choose.LEAST_TOKENS", 128)
+    m.setattr("memo.decide.choose.LEAST_TOKENS", 128)
 
 
 # --- models ---

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo import checkpoint, memory
-from memo.decide import Room, problem_of
-from memo.layer import tensors_of
-from memo.optim import Optimizer
+from memo.checkpoint import checkpoint
+from memo.config.layer import tensors_of
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
+from memo.memory.views import views
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
-from memo.swap.placing import place_rows
-from memo.views import views
+from memo.run import reserve
+from memo.states.optim import Optimizer
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, save_states, step
@@ -105,7 +106,7 @@ def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
         model, optimizer = build(cfg, mesh, dtype, stream)
         if plan:
             arena = Arena(CPU, "greedy", guard=True)
-            arena.replay(memory.requests_of_a_step(model, arena))
+            arena.replay(reserve.requests_of_a_step(model, arena))
             model.arena = arena
         loss = step(model, optimizer, cfg)
         norm = optimizer.clip(0.0)
@@ -118,11 +119,11 @@ def gradients(host, cfgs, plan, dtype=torch.float32, stream=""):
 def make_small(m):
     """Pieces are as small as they may be, a rank's 256 rows, and two are under way at once, as on a GPU;
     groups of heads are small too."""
-    m.setattr("memo.parallel.rows.CHUNK_ROWS", 256)
+    m.setattr("memo.kernels.rows.CHUNK_ROWS", 256)
     m.setattr("memo.parallel.tp.pieces_at_once", lambda axis, device: 2)
-    m.setattr("memo.layer.GROUP_ELEMENTS", 1)
-    m.setattr("memo.layer.METP_ELEMENTS", 1)
-    m.setattr("memo.parallel.metp.METP_ROWS", 256)
+    m.setattr("memo.config.layer.GROUP_ELEMENTS", 1)
+    m.setattr("memo.config.layer.METP_ELEMENTS", 1)
+    m.setattr("memo.layer.metp.METP_ROWS", 256)
 
 
 def gradients_in_pieces(*args):

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memo.msp import dealt_helpers, even_parts, guests_of, helpers, lent_by, shares_of
+from memo.config.msp import dealt_helpers, even_parts, guests_of, helpers, lent_by, shares_of
 from memo.schedule.order import forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.step import Op

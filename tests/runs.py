@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import train
-from memo.ending import complete
-from memo.launch import Launch
-from memo.loggers import read_metrics
+from memo.run.ending import complete
+from memo.run.loggers import read_metrics
+from memo.system.launch import Launch
 from tests.helpers import LLAMA, bound_arena, no_picture
 
 MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
@@ -36,7 +36,7 @@ def here(host, argv, console=os.devnull):
     mine = argv[host.rank] if isinstance(argv[0], list) else argv
     path = f"{console}{host.rank}" if console != os.devnull else console
     with open(path, "w") as file, contextlib.redirect_stdout(file), pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.report.draw_picture", no_picture)
+        m.setattr("memo.run.report.draw_picture", no_picture)
         bound_arena(m)
         try:
             run = train.set_up(mine, Launch(host.rank, host.size, host.rank, host.size), host)

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import train
-from memo.files import keep, ours_alone
-from memo.layout import Layout
+from memo.config.layout import Layout
+from memo.memory.placement import Placement
 from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
-from memo.planner.rehearsal import rehearsed_requests, traced_requests
-from memo.swap.placement import Placement
+from memo.run.rehearsal import rehearsed_requests, traced_requests
+from memo.system.files import keep, ours_alone
 from model import GPT
 from tests.helpers import gpt_layer
 
@@ -521,7 +521,7 @@ def test_eight_steps_are_bitwise_those_without_the_plan(dataset, tmp_path, capsy
                                                         monkeypatch):
     assert main(dataset, tmp_path / "off", "--memory_plan=off", "--memory_plan_check=false",
                 "--max_iters=8") == 0
-    monkeypatch.setattr("memo.report.draw_picture", draw_picture)
+    monkeypatch.setattr("memo.run.report.draw_picture", draw_picture)
     assert main(dataset, tmp_path / "plan", "--max_iters=8", "--eval_interval=4", "--eval_iters=1") == 0
     assert "memory plan" not in capsys.readouterr().err  # no miss
     off, planned = metrics(tmp_path / "off"), metrics(tmp_path / "plan")
@@ -542,7 +542,7 @@ def test_where_no_layer_can_be_rehearsed_its_requests_are_traced(dataset, tmp_pa
             arena.run("half", empty, 100)
             raise torch.OutOfMemoryError("no room")
         return rehearsed_requests(model, arena)
-    monkeypatch.setattr("memo.memory.rehearsed_requests", no_room)
+    monkeypatch.setattr("memo.run.reserve.rehearsed_requests", no_room)
     assert main(dataset, tmp_path / "traced", "--max_iters=3") == 0
     err = capsys.readouterr().err
     assert "its requests are traced, not recorded" in err

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from memo.decide import Rates, Room, decide, place_whole, problem_of, ways_of
+from memo.config.layer import decoder_layer, groups_of, tensors_of
+from memo.config.layout import Layout
+from memo.config.subsequences import unit_rows
+from memo.decide.alpha import AlphaProblem, fixed_alpha, largest_block_size, paper, per_tensor, plan
+from memo.decide.placing import placed, resting
+from memo.decide.step_seconds import StateSeconds, UnitRates, layers_s, step_seconds
+from memo.decide.where import Rates, Room, decide, place_whole, problem_of, ways_of
 from memo.errors import OutOfHostMemory
-from memo.estimate.step_seconds import StateSeconds, UnitRates, layers_s, step_seconds
-from memo.layer import decoder_layer, groups_of, tensors_of
-from memo.layout import Layout
+from memo.memory.placement import Placement, rows
+from memo.memory.sizes import Sizes
 from memo.schedule.step import Op
-from memo.subsequences import unit_rows
-from memo.swap.alpha import AlphaProblem, fixed_alpha, largest_block_size, paper, per_tensor, plan
-from memo.swap.placement import Placement, rows
-from memo.swap.placing import placed, resting
-from memo.swap.sizes import Sizes
 from testing.paper import PAPER
 from tests.helpers import gpt_layer
 

@@ -8,25 +8,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo import attention as attention_module
-from memo import backends
-from memo.attend import attend, attend_backward
-from memo.attention import (
+from memo.config.config import Config
+from memo.errors import ConfigError
+from memo.estimate import budget, search
+from memo.kernels import attention as attention_module
+from memo.kernels import backends
+from memo.kernels.attention import (
     BACKENDS,
     Unusable,
     facts_of,
     installed_kernel,
     resolve_attention,
 )
-from memo.backends import Facts, choose_kernel, missing, workspaces
-from memo.config import Config
-from memo.errors import ConfigError
-from memo.estimate import budget, hardware, search
-from memo.load_config import load_config
-from memo.ops import TORCH
-from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks
-from memo.planner.rehearsal import FakeArena, kernel_requests
+from memo.kernels.backends import Facts, choose_kernel, missing, workspaces
+from memo.kernels.ops import TORCH
+from memo.layer.attend import attend, attend_backward
+from memo.layer.cp import attention_over_ranks
+from memo.run.load_config import load_config
+from memo.run.rehearsal import FakeArena, kernel_requests
+from memo.system import hardware
+from memo.system.axis import Axis
 from tests import fakes
 from tests.helpers import error
 
@@ -93,7 +94,7 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
     fakes.install(monkeypatch, version)
     kernel = installed_kernel(fakes.KERNEL[version[0]])
     assert kernel.takes_out == takes_out and kernel.name == fakes.KERNEL[version[0]]
-    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
+    monkeypatch.setattr("memo.config.layer.GROUP_ELEMENTS", 2 * 24 * 16 * 2)  # groups of two heads of four
     packed = torch.cat(tensors((2, 24, 4, 16), kv_heads=kv_heads), 2)
     q, k, v, dout = packed.split((4, kv_heads, kv_heads, 4), 2)  # strides of a projection's columns
     want, want_lse, *gradients = exact(q, k, v, dout, True, 0.25)

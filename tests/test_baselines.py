@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memo.config.layout import Layout
 from memo.errors import ConfigError
-from memo.estimate import hardware
-from memo.layout import Layout
+from memo.system import hardware
 from memo.verify.reference import ReferenceLayer, attend_fast
 from testing.baseline_layer import ROTARY, logit_bytes, passes
 from testing.baselines import (

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import train
-from memo.bubbles import StageFacts, micro_batch_s, with_bubbles
-from memo.decide import Placed, Rates, Room
-from memo.estimate.step_seconds import Ends, UnitRates, layers_s, step_seconds
-from memo.launch import Launch
-from memo.layer import groups_of, tensors_of
-from memo.layout import Layout
-from memo.swap.placing import placed
+from memo.config.layer import groups_of, tensors_of
+from memo.config.layout import Layout
+from memo.decide.bubbles import StageFacts, micro_batch_s, with_bubbles
+from memo.decide.placing import placed
+from memo.decide.step_seconds import Ends, UnitRates, layers_s, step_seconds
+from memo.decide.where import Placed, Rates, Room
+from memo.system.launch import Launch
 from testing.ranks import pool
 from tests.helpers import argv, bound_arena
 
@@ -143,7 +143,7 @@ def decided(host, args):
         seen.append((stages, alone, with_bubbles(stages, alone)))
         return seen[0][-1]
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.memory.with_bubbles", spied)
+        m.setattr("memo.run.reserve.with_bubbles", spied)
         bound_arena(m)
         run = train.set_up(args, Launch(host.rank, host.size, host.rank, host.size), host)
     found = *seen[0], run.decision.placement, run.decision.rates

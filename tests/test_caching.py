@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memo.planner.trace import Request, Trace, requests_of
-from memo.plots import Rectangle, memory_plan, planned_rectangles, segment_kind
+from memo.plots.figures import Rectangle, memory_plan, planned_rectangles, segment_kind
 from research.caching import CachingAllocator, SimulatedOutOfMemory, panel, simulate_caching
 
 KiB, MiB = 2**10, 2**20

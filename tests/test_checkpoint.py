@@ -20,13 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memo import checkpoint, dcp
-from memo.checkpoint import CheckpointError, Saver
-from memo.config import as_keys
-from memo.layout import Layout
-from memo.manifest import CHECKPOINT_JSON, manifest_text, newest
-from memo.optim import Optimizer
-from memo.views import Piece, whole
+from memo.checkpoint import checkpoint, dcp
+from memo.checkpoint.checkpoint import CheckpointError, Saver
+from memo.checkpoint.manifest import CHECKPOINT_JSON, manifest_text, newest
+from memo.config.config import as_keys
+from memo.config.layout import Layout
+from memo.memory.views import Piece, whole
+from memo.states.optim import Optimizer
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
 

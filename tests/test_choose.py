@@ -10,22 +10,22 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from memo.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
-from memo.config import Config, as_keys
-from memo.decide import Rates, Room, decide, place_whole, problem_of
+from memo.config.config import Config, as_keys
+from memo.config.layer import layer_of, tensors_of
+from memo.config.layout import Layout
+from memo.decide.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
+from memo.decide.placing import all_kept
+from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.where import Rates, Room, decide, place_whole, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
-from memo.estimate import hardware
 from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.search import estimate_or_none, longest
-from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.estimate.unit_seconds import layer_seconds
-from memo.layer import layer_of, tensors_of
-from memo.layout import Layout
-from memo.run import saved_choice
-from memo.swap.placement import Placement
-from memo.swap.placing import all_kept
+from memo.memory.placement import Placement
+from memo.run.prepare import saved_choice
+from memo.system import hardware
 from tests.helpers import argv, choosing, losses
 
 AUTO = dict(subsequences="auto", subsequence_cut="auto", unit_order="auto", states="auto")
@@ -240,7 +240,7 @@ def test_a_host_that_is_too_small_is_named():
 
 @pytest.mark.slow
 def test_the_longest_context_needs_several(monkeypatch):
-    monkeypatch.setattr("memo.choose.MOST_SUBSEQUENCES", 16)  # for speed
+    monkeypatch.setattr("memo.decide.choose.MOST_SUBSEQUENCES", 16)  # for speed
     cfg = big(2**20, n_layer=4, unit_order="layer", subsequence_cut="equal")
     small = replace(H100, memory_bytes=int(16e9))
     most = longest(cfg, small, 8, fast_arena)
@@ -263,7 +263,7 @@ def calibrated(machine, factor, name):
 
 def test_what_was_measured_of_a_machine_chooses_nothing(monkeypatch):
     """But its type does, where that is known."""
-    monkeypatch.setattr("memo.choose.MOST_SUBSEQUENCES", 8)  # for speed
+    monkeypatch.setattr("memo.decide.choose.MOST_SUBSEQUENCES", 8)  # for speed
     small = replace(H100, memory_bytes=int(12e9))
     cfg = big(2**18, n_layer=8)
     of_type = choose_fastest(cfg, small, 8)
@@ -311,8 +311,8 @@ def test_no_timing_changes_a_bit_of_a_run(dataset, tmp_path, monkeypatch, capsys
         return 10 ** rng.uniform(-9, 3)
     for out in map(str, range(3)):
         if out != "0":
-            monkeypatch.setattr("memo.estimate.measure.least_seconds", least_seconds)
-            monkeypatch.setattr("memo.estimate.measure.copy_rates",
+            monkeypatch.setattr("memo.run.measure.least_seconds", least_seconds)
+            monkeypatch.setattr("memo.run.measure.copy_rates",
                                 lambda *_: (10 ** rng.uniform(0, 14),) * 2)
         train.main(argv(dataset, tmp_path / out, n_layer=4, block_size=512, max_iters=2, warmup_iters=0,
                         host_memory_gb=0.01, **keys))
@@ -331,8 +331,8 @@ def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, 
     def fails(error):
         def chosen(*_):
             raise error
-        monkeypatch.setattr("memo.run.choose_fastest", chosen)
-    monkeypatch.setattr("memo.choose.LEAST_TOKENS", 128)
+        monkeypatch.setattr("memo.run.prepare.choose_fastest", chosen)
+    monkeypatch.setattr("memo.decide.choose.LEAST_TOKENS", 128)
     keys = dict(block_size=512, max_iters=1, warmup_iters=0) | stages
     fails(KeyError("speeds"))
     assert train.main(argv(dataset, tmp_path / "a", **keys)) == 0
@@ -365,7 +365,7 @@ def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, mon
 
     def chosen(*_):
         raise ConfigError("the last check")
-    monkeypatch.setattr("memo.run.choose_fastest", chosen)
+    monkeypatch.setattr("memo.run.prepare.choose_fastest", chosen)
     with pytest.raises(ConfigError, match="^the last check$"):
         train.main([f"--out_dir={tmp_path}", "--init_from=resume", "--subsequences=auto"])
     assert {folder.name for folder in (tmp_path / "ckpt").iterdir()} == {"1", "2"}  # none is set aside yet
@@ -379,7 +379,7 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
             one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer",
                           states="device")
             return estimate(one, machine, world, fast_arena).but(chosen="tossed")
-        monkeypatch.setattr("memo.run.choose_fastest", chosen)
+        monkeypatch.setattr("memo.run.prepare.choose_fastest", chosen)
 
     def resumed(*more):
         train.main(["--init_from=resume", f"--out_dir={tmp_path / 'halves'}", *more])
@@ -397,6 +397,6 @@ def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, cap
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
     two = "sequence    2 subsequences of 256 tokens, layer by layer"
     assert resumed("--batch_size=2") == f"{two}: tossed; before: subsequences=4"
-    monkeypatch.setattr("memo.run.estimate", lambda cfg, *a: estimate(cfg, *a).but(
+    monkeypatch.setattr("memo.run.prepare.estimate", lambda cfg, *a: estimate(cfg, *a).but(
         untimed=SimpleNamespace(fits=cfg.subsequences != 4)))
     assert resumed() == f"{two}: tossed; before: subsequences=4"

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo import command as commands
 from memo import convert, profiler, sample
-from memo.command import run
-from memo.device import device_name
 from memo.errors import ConfigError
 from memo.planner import __main__ as planner_main
-from memo.planner import trace_step
+from memo.run import trace_step
+from memo.system import command as commands
+from memo.system.command import run
+from memo.system.device import device_name
 from tests.helpers import ROOT, told
 
 SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb", "--fast")
@@ -29,7 +29,7 @@ SEVEN = ("-m", "memo.estimate", "config/7b_1m.py", "--gpus=8", "--gpu=a800-80gb"
     SEVEN, (*SEVEN, "--json"),
     *(("-m", f"memo.{name}", "--help")
       for name in ("estimate", "dsa", "planner", "profiler", "convert", "sample", "evaluate", "doctor")),
-    ("train.py", "--help"), ("-m", "memo.planner.trace_step", "--block_size=128", "--vocab_size=99")])
+    ("train.py", "--help"), ("-m", "memo.run.trace_step", "--block_size=128", "--vocab_size=99")])
 def test_a_command_ends_quietly_with_its_reader(command):
     reader, writer = os.pipe()
     os.close(reader)
@@ -41,7 +41,7 @@ def test_a_command_ends_quietly_with_its_reader(command):
 
 COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),
             ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"), ("memo.doctor",),
-            ("memo.planner.trace_step", "--vocab_size=9"), ("memo.estimate",),
+            ("memo.run.trace_step", "--vocab_size=9"), ("memo.estimate",),
             ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
             ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
 
@@ -87,10 +87,10 @@ def test_no_module_of_the_current_folder_is_imported(tmp_path):
 @pytest.mark.slow
 def test_an_installed_command_is_python_m():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts.values()) == {"memo.command:installed"}
+    assert set(scripts.values()) == {"memo.system.command:installed"}
     for name in scripts:
         start = (f"import sys; sys.argv[0] = '/bin/{name}'; "
-                 "from memo.command import installed; sys.exit(installed())")
+                 "from memo.system.command import installed; sys.exit(installed())")
         ends = []
         for program in (("-c", start), ("-m", name.replace("-", "."))):
             done = subprocess.run([sys.executable, *program, "--help"], capture_output=True,

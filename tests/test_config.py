@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo.config import KEYS, MODEL_KEYS, Config
+from memo.config.config import KEYS, MODEL_KEYS, Config
+from memo.config.formulas import flops_per_sample, parameters
+from memo.config.keys import check_value
+from memo.config.layout import Layout
 from memo.errors import ConfigError
-from memo.flat import model_parameters
-from memo.formulas import flops_per_sample, parameters
-from memo.keys import check_value
-from memo.layout import Layout
-from memo.load_config import keys_help, load_config
+from memo.memory.flat import model_parameters
+from memo.run.load_config import keys_help, load_config
 from model import GPT
 from testing.paper import PAPER
 from tests.helpers import ROOT, save_header
@@ -402,13 +402,17 @@ def test_published_models_build_on_the_meta_device(preset):
     assert flops_per_sample(cfg) == 6 * S * (parameters(cfg) - looked_up) + 6 * L * Q * S**2
 
 
+# packages of memo/, each of which imports only itself and those before it; commands may import all
+PACKAGES = [
+    "config", "system", "schedule", "kernels", "parallel", "layer", "memory", "dsa", "planner", "decide",
+    "states", "checkpoint", "data", "huggingface", "plots", "estimate", "run"]
 TORCH_FREE = {  # by themselves and in all that they import
-    "backends", "command", "config", "errors", "files", "flat", "keys", "layer", "manifest",
-    "metrics", "plots", "tokens",
-    "dsa.problem", "dsa.solvers", "dsa.__main__", "planner.trace", "planner.plan",
-    "planner.__main__", "schedule.waits", "schedule.simulate", "schedule.spans", "schedule.listing",
-    "schedule.periods", "swap.alpha", "swap.placement", "swap.placing", "estimate.hardware",
-    "estimate.roofline", "estimate.step_seconds", "estimate.budget", "estimate.search",
+    "errors", "config.config", "config.keys", "config.layer", "config.layout", "system.command",
+    "system.files", "system.hardware", "kernels.backends", "memory.flat", "memory.placement",
+    "checkpoint.manifest", "data.tokens", "plots.figures", "plots.pipeline", "dsa.problem", "dsa.solvers",
+    "dsa.__main__", "planner.trace", "planner.plan", "planner.__main__", "schedule.waits",
+    "schedule.simulate", "schedule.spans", "schedule.listing", "schedule.periods", "decide.alpha",
+    "decide.placing", "decide.step_seconds", "estimate.roofline", "estimate.budget", "estimate.search",
     "estimate.report", "estimate.__main__"}
 
 
@@ -443,13 +447,20 @@ def test_tests_and_benches_import_neither_each_other_nor_a_test():
 
 
 def test_imports_point_one_way():
-    """memo/ never imports model.py or train.py, but for commands, which nobody imports, but that a run traces
-    its step as memo.planner.trace_step does; no module imports itself, at any distance; torch-free ones
-    import neither torch nor a module that does."""
+    """Packages import those before them alone. memo/ never imports model.py or train.py, but for commands,
+    which nobody imports, but that a run traces its step as memo.run.trace_step does; no module imports
+    itself, at any distance; torch-free ones import neither torch nor a module that does."""
     graph = {name: imports(path) for name, path in modules().items()}
-    commands = {"memo.sample", "memo.evaluate", "memo.planner.trace_step"}
+    commands = {"memo.sample", "memo.evaluate", "memo.run.trace_step"}
+    flat = {name for name in graph if name.count(".") == 1}
+    assert len(flat | {"memo"}) <= 8
     for name, found in graph.items():
-        assert {"train", *commands} & found <= {"memo.planner.trace_step"} if name == "memo.run" else (
+        package = name.split(".")[1]
+        if name not in flat and not name.endswith("__main__") and package != "verify":
+            lower = {"errors", *PACKAGES[:PACKAGES.index(package) + 1]}
+            below = {n.split(".")[1] for n in found if n in graph}
+            assert below <= lower, (name, below - lower)
+        assert {"train", *commands} & found <= {"memo.run.trace_step"} if name == "memo.run.prepare" else (
             not {"train", *commands} & found), name
         assert "model" not in found or name in commands, name
     for name in graph:

@@ -12,18 +12,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import model as memo_model
-from memo import checkpoint, convert, weights
-from memo.command import run
-from memo.config import Config
+from memo import convert
+from memo.checkpoint import checkpoint
+from memo.config.config import Config
+from memo.config.layout import Layout
+from memo.data.tokenizer import load_tokenizer
+from memo.data.tokens import train_tokenizer
 from memo.errors import ConfigError
-from memo.flat import model_parameters
-from memo.huggingface import model_keys
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.optim import Optimizer
-from memo.tokenizer import load_tokenizer
-from memo.tokens import train_tokenizer
-from memo.weights import HfWeights
+from memo.huggingface import weights
+from memo.huggingface.huggingface import model_keys
+from memo.huggingface.weights import HfWeights
+from memo.memory.flat import model_parameters
+from memo.run.load_config import load_config
+from memo.states.optim import Optimizer
+from memo.system.command import run
 from model import GPT
 from tests.helpers import batches, fails, memo_logits, save_states, trained_beside
 from tests.texts import C, L, S, V, gpt2

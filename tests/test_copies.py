@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import train
-from memo import checkpoint, optim
+from memo.checkpoint import checkpoint
 from memo.errors import BadState
-from memo.optim import Optimizer, digest
+from memo.states import optim
+from memo.states.optim import Optimizer, digest
 from testing.ranks import pool
 from tests.runs import IN_ORDER, UNTIED, argv, here
 

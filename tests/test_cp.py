@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from memo.attention import BACKENDS
-from memo.ops import TORCH
-from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks, ring_tile
-from memo.tiles import rank_ranges
+from memo.kernels.attention import BACKENDS
+from memo.kernels.ops import TORCH
+from memo.layer.cp import attention_over_ranks, ring_tile
+from memo.layer.tiles import rank_ranges
+from memo.system.axis import Axis
 from testing.ranks import pool
 
 

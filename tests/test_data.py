@@ -17,12 +17,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import train
-from memo import batch, command, files, tokens
-from memo.batch import SPLITS, open_dataset, to_device
-from memo.command import run
+from memo.data import batch, tokens
+from memo.data.batch import SPLITS, open_dataset, to_device
+from memo.data.tokenizer import load_tokenizer
+from memo.data.tokens import DTYPES, train_tokenizer, write_dataset
 from memo.errors import ConfigError, DataError
-from memo.tokenizer import load_tokenizer
-from memo.tokens import DTYPES, train_tokenizer, write_dataset
+from memo.system import command, files
+from memo.system.command import run
 from testing.ranks import TIMEOUT_S
 from tests.helpers import ROOT, told
 from tests.texts import TEXTS, rows, save, stdlib, text
@@ -713,7 +714,7 @@ def test_a_split_without_one_window(tmp_path, counts, split):
 
 
 def test_datasets_that_are_not_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("memo.batch.DATA", tmp_path)
+    monkeypatch.setattr("memo.data.batch.DATA", tmp_path)
     with pytest.raises(ConfigError,
                        match="dataset=stdlib must be .* there is none; run python data/stdlib/prepare.py$"):
         open_dataset("stdlib", 8)

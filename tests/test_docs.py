@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memo.errors import ConfigError
-from memo.load_config import load_config
+from memo.run.load_config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/nullcuda/README.md"]

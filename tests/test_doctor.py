@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from memo import doctor
-from memo.command import run
 from memo.errors import OutOfHostMemory
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Unavailable
+from memo.system.command import run
 from testing.ranks import TIMEOUT_S, start_ranks
 
 CPU = torch.device("cpu")

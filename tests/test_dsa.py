@@ -13,7 +13,6 @@ from math import inf
 import numpy as np
 import pytest
 
-from memo import command
 from memo.dsa import __main__ as dsa_main
 from memo.dsa import solvers
 from memo.dsa.__main__ import read_csv, write_csv
@@ -29,6 +28,7 @@ from memo.dsa.problem import (
     solve,
     validate,
 )
+from memo.system import command
 from testing.busy import busy
 from testing.hard import FAMILIES, hard
 from tests.helpers import ROOT, told

@@ -17,15 +17,18 @@ import numpy as np
 import pytest
 
 import train
-from memo import checkpoint, command, dcp, ending, plots, report, signals
-from memo import run as run_module
-from memo.block import Block
-from memo.checkpoint import Saver
+from memo.checkpoint import checkpoint, dcp
+from memo.checkpoint.checkpoint import Saver
 from memo.errors import ConfigError, TrainingError
-from memo.loggers import JsonlLogger, StepStats, read_metrics
-from memo.out_dir import lock, rescues
-from memo.run_state import Run
-from memo.signals import StepGivenUp, StopSignal
+from memo.layer.block import Block
+from memo.plots import figures
+from memo.run import ending, report
+from memo.run import prepare as run_module
+from memo.run.loggers import JsonlLogger, StepStats, read_metrics
+from memo.run.state import Run
+from memo.system import command, signals
+from memo.system.out_dir import lock, rescues
+from memo.system.signals import StepGivenUp, StopSignal
 from tests.helpers import ROOT, argv, losses
 
 
@@ -204,7 +207,7 @@ def no_thread(monkeypatch):
     """As where a limit of memory leaves no room for the stack of a thread."""
     def refuse(*args):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
-    monkeypatch.setattr("memo.command.mmap.mmap", refuse)
+    monkeypatch.setattr("memo.system.command.mmap.mmap", refuse)
 
 
 def test_a_run_without_room_for_a_thread_is_saved(dataset, tmp_path, monkeypatch, undisturbed):
@@ -282,7 +285,7 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, monkeypatch):
     logger.log(StepStats(0, 1.0, 1.0, 1.0, 1.0, 1, 1.0))
     before = path.read_bytes()
     logger.path = "/dev/full"
-    monkeypatch.setattr("memo.loggers.regular", lambda found: found)
+    monkeypatch.setattr("memo.run.loggers.regular", lambda found: found)
     for it in (1, 2):
         with pytest.raises(OSError, match="No space left on device"):
             logger.log(StepStats(it, 1.0, 1.0, 1.0, 1.0, 1, 1.0))
@@ -319,12 +322,12 @@ def test_the_loss_is_drawn_at_every_evaluation_and_named_once(dataset, tmp_path,
 def test_smoothing_does_not_lag():
     i = np.arange(300)
     for values in (9 - 0.03 * i, np.full(300, 2.5)):
-        np.testing.assert_allclose(plots.smooth(values), values, atol=1e-9)
+        np.testing.assert_allclose(figures.smooth(values), values, atol=1e-9)
     falling = 3.3 + 3 * np.exp(-i / 20) + np.random.default_rng(0).normal(0, 0.05, 300)
     for steps in (8, 50, 300):
-        assert abs(plots.smooth(falling[:steps])[-1] - (3.3 + 3 * np.exp(-(steps - 1) / 20))) < 0.15
-    assert plots.smooth(falling)[200:250].std() < 0.3 * falling[200:250].std()
-    assert plots.smooth([4.0]).tolist() == [4.0]
+        assert abs(figures.smooth(falling[:steps])[-1] - (3.3 + 3 * np.exp(-(steps - 1) / 20))) < 0.15
+    assert figures.smooth(falling)[200:250].std() < 0.3 * falling[200:250].std()
+    assert figures.smooth([4.0]).tolist() == [4.0]
 
 
 @pytest.mark.slow

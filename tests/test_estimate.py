@@ -17,33 +17,35 @@ import pytest
 import torch
 
 import train
-from memo import command as commands
-from memo import memory, plots, profiler, run
-from memo.config import Config
-from memo.decide import Decision
+from memo import profiler
+from memo.config.config import Config
+from memo.config.layer import groups_of, n_rows, tensors_of
+from memo.config.layout import Layout
+from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.where import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import arena, budget, hardware, measure, regions, report, search
+from memo.estimate import arena, budget, picture, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.regions import granting
 from memo.estimate.roofline import KERNELS, REST, own_kernels, total, ulysses
-from memo.estimate.step_seconds import layers_s, step_seconds
 from memo.estimate.unit_seconds import Block, UnitSeconds, layer_seconds
-from memo.files import keep, kept_json
-from memo.launch import Launch
-from memo.layer import groups_of, n_rows, tensors_of
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
 from memo.parallel.mesh import Mesh
-from memo.planner import rehearsal
 from memo.planner.trace import parse_trace
-from memo.planner.trace_step import trace_step
-from memo.run import arena_here
+from memo.plots import figures
+from memo.run import measure, prepare, rehearsal, reserve
+from memo.run.load_config import load_config
+from memo.run.prepare import arena_here
+from memo.run.trace_step import trace_step
 from memo.schedule.step import Moved, Op, Step, Unit
-from memo.swap.placement import Placement
-from memo.swap.sizes import Sizes
+from memo.states.optim import Optimizer
+from memo.system import command as commands
+from memo.system import hardware
+from memo.system.axis import Axis
+from memo.system.files import keep, kept_json
+from memo.system.launch import Launch
 from model import GPT
 from testing.paper import LONG, PAPER, of_that_width, paper_config, rows_of_table3
 from testing.ranks import PROCESSES, TIMEOUT_S, pool
@@ -190,7 +192,7 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
     decision = Decision(got.placement, got.plan, None, 0)
-    for line in memory.where_it_lives(cfg, decision, model, optimizer):
+    for line in reserve.where_it_lives(cfg, decision, model, optimizer):
         if line.region != "transient":
             assert line in got.lines
     regions = "rounding_buffers", "keys", "key_gradients", "stream", "sweep"
@@ -287,9 +289,9 @@ def lines_of_a_rank(host, cfgs):
     for cfg in cfgs:
         model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
         optimizer = Optimizer(model, cfg)
-        decision = memory.reserve_activations(cfg, model, 2**34)
-        memory.plan_memory(cfg, model)
-        found.append(memory.where_it_lives(cfg, decision, model, optimizer))
+        decision = reserve.reserve_activations(cfg, model, 2**34)
+        reserve.plan_memory(cfg, model)
+        found.append(reserve.where_it_lives(cfg, decision, model, optimizer))
         model.arena.close()
         model.close()
     return found
@@ -684,10 +686,10 @@ def test_json_is_the_contracts(capsys):
 
 @pytest.mark.parametrize("found", [None, SimpleNamespace(cfg=SimpleNamespace(block_size=4096), fits=False)])
 def test_a_picture_says_where_no_context_fits(found):
-    ax = plots.pyplot().figure().subplots()
-    plots.speed_curve(ax, None, [4096], 4096, lambda S: found)
+    ax = figures.pyplot().figure().subplots()
+    picture.speed_curve(ax, None, [4096], 4096, lambda S: found)
     assert [text.get_text() for text in ax.texts] == ["no context fits"] and not ax.lines
-    plots.pyplot().close(ax.figure)
+    figures.pyplot().close(ax.figure)
 
 
 @pytest.mark.slow
@@ -837,7 +839,7 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch, tmp_path):
 def test_a_run_that_cannot_fit_is_refused(dataset, tmp_path, monkeypatch):
     little = replace(hardware.NODES["workstation"], host_memory_bytes=2**18)
     full = hardware.Machine("CPU", little, None, None, None)
-    monkeypatch.setattr(run, "machine_of", lambda *args: full)
+    monkeypatch.setattr(prepare, "machine_of", lambda *args: full)
     argv = arguments(dataset, tmp_path, activation="keep", max_iters=1, warmup_iters=0)
     wanted = r"^block_size=\d+ does not fit: it needs .* GiB of memory on a node, there are .*--force"
     with pytest.raises(ConfigError, match=wanted):
@@ -861,7 +863,7 @@ def train_in_little(argv, said):
 def test_no_memory_names_region_knob_and_the_longest_context(dataset, tmp_path):
     cfg = load(["config/7b_1m.py"])
     got = budget.estimate(cfg, A800, 8, fast_arena)
-    line = memory.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+    line = reserve.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
     assert line.startswith("out of memory (tried 2 GiB) while the region rounding_buffers grew, "
                            "estimated at ")
     assert "try --cp or --tp" in line and "the greatest block_size that would fit is " in line
@@ -880,9 +882,9 @@ def test_no_memory_for_subsequences_names_their_regions_and_the_knob_of_the_larg
     for order, region, knob in (("layer", "key_gradients", "--cp or --tp; "),
                                 ("subsequence", "key_gradients", "--cp or --tp, or --unit_order=layer; ")):
         got = budget.estimate(replace(cfg, unit_order=order), A800, 8, fast_arena)
-        line = memory.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
+        line = reserve.explain(got, "rounding_buffers", 70 * 10**9, "tried 2 GiB")
         assert "while the regions rounding_buffers, keys, key_gradients, stream grew, estimated at " in line
-        held = {name: got.bytes_of(name)[0] for name in memory.ACTIVATIONS}
+        held = {name: got.bytes_of(name)[0] for name in reserve.ACTIVATIONS}
         assert max(held, key=held.get) == region and f"; try {knob}" in line.replace("wrong; ", "; ")
         assert f"estimated at {sum(held.values()) / 2**30:.4g} GiB" in line
 
@@ -971,7 +973,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
         code, out, err = command(*preset, capsys=capsys)
         assert code == 2 and err.startswith(f"error: {path}"), text
         assert "; try python -m memo.profiler --calibrate, or" in err and err.count("\n") == 1 and not out
-        machine = run.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1))
+        machine = prepare.machine_of(torch.device("cpu"), Launch(0, 1, 0, 1))
         assert machine.cpu and machine.speeds is None
     path.unlink()
     err = command(*preset, capsys=capsys)[2]

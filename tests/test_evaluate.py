@@ -13,12 +13,11 @@ import torch.nn.functional as F
 
 import train
 from memo import evaluate
-from memo.batch import open_dataset
-from memo.command import run
+from memo.config.layout import Layout
+from memo.data.batch import open_dataset
 from memo.errors import ConfigError, RunFailed
-from memo.launch import Launch
-from memo.layout import Layout
-from memo.long_context import (
+from memo.parallel.mesh import ALONE
+from memo.run.long_context import (
     NEEDLE,
     VALUE,
     Questions,
@@ -33,8 +32,9 @@ from memo.long_context import (
     token_scores,
     usual_tokens,
 )
-from memo.parallel.axis import Axis
-from memo.parallel.mesh import ALONE
+from memo.system.axis import Axis
+from memo.system.command import run
+from memo.system.launch import Launch
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 from testing.ranks import TIMEOUT_S, pool, start_ranks
@@ -72,7 +72,7 @@ def reference_logits(cfg, tokens):
 @pytest.mark.parametrize("context", [64, 72, 250])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_each_token_in_its_window(family, context, monkeypatch):
-    monkeypatch.setattr("memo.edges.head_rows", lambda *_: 48)  # several chunks of logits
+    monkeypatch.setattr("memo.layer.edges.head_rows", lambda *_: 48)  # several chunks of logits
     cfg, S = Layout(**SHAPE, **FAMILIES[family]), 250
     ids = torch.randint(0, VOCAB, (S + 1,), generator=torch.Generator().manual_seed(2))
     losses = token_losses(built(cfg), ids, context)

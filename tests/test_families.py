@@ -19,16 +19,27 @@ from transformers import (
     Qwen3Config,
 )
 
-from memo import checkpoint, convert, weights
+from memo import convert
+from memo.checkpoint import checkpoint
+from memo.config.layout import Layout
+from memo.data.tokens import train_tokenizer
 from memo.errors import ConfigError
-from memo.flat import model_parameters
-from memo.huggingface import FAMILIES, GPT2, LLAMA, check_reach, hf_config, keys_of, model_keys, overlaid
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.optim import Optimizer
+from memo.huggingface import weights
+from memo.huggingface.huggingface import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    check_reach,
+    hf_config,
+    keys_of,
+    model_keys,
+    overlaid,
+)
+from memo.huggingface.weights import HfWeights, check_folder
+from memo.memory.flat import model_parameters
+from memo.run.load_config import load_config
 from memo.sample import load_model
-from memo.tokens import train_tokenizer
-from memo.weights import HfWeights, check_folder
+from memo.states.optim import Optimizer
 from model import GPT
 from tests.helpers import (
     VOCAB,

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from memo import files
-from memo.checkpoint import pass_over
+from memo.checkpoint.checkpoint import pass_over
 from memo.errors import ConfigError
-from memo.files import check_other, keep_json, kept_json, own_folder, replacing, save_bytes
-from memo.huggingface import save_own_files
-from memo.out_dir import lock
+from memo.huggingface.huggingface import save_own_files
+from memo.system import files
+from memo.system.files import check_other, keep_json, kept_json, own_folder, replacing, save_bytes
+from memo.system.out_dir import lock
 
 PLANTS = {"a link to a file": lambda path, secret: path.symlink_to(secret),
           "a link to nothing": lambda path, secret: path.symlink_to(secret.with_name("new")),

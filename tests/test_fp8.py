@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo import fp8
-from memo.backends import check_matmul
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import machine
 from memo.estimate.search import estimate_or_none, search
-from memo.fp8 import E4M3, E5M2
-from memo.layer import tensors_of
-from memo.layout import Layout
-from memo.matmul import FP8
-from memo.optim import Optimizer
+from memo.kernels import fp8
+from memo.kernels.backends import check_matmul
+from memo.kernels.fp8 import E4M3, E5M2
+from memo.kernels.matmul import FP8
+from memo.memory.views import views
 from memo.parallel.mesh import ALONE
-from memo.subsequences import subsequence_lengths
+from memo.states.optim import Optimizer
+from memo.system.hardware import machine
 from memo.verify.reference import Reference
-from memo.views import views
 from model import GPT
 from tests.helpers import CPU, LLAMA, error, perturbed_weights, random_batch
 from tests.layouts import layout_keys, on_ranks, step_alone

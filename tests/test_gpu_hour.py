@@ -92,7 +92,7 @@ def test_without_a_gpu_an_item_is_skipped_by_name(tmp_path, monkeypatch):
 
 def test_every_fused_kernel_is_checked():
     from bench.gpu_hour.kernels import CHECKS
-    from memo.ops import Ops
+    from memo.kernels.ops import Ops
     assert {*CHECKS} == {*Ops._fields} - {"name"}
 
 
@@ -106,7 +106,7 @@ def test_figures_that_differ_are_said_as_the_table_has_them():
         "B3: LAUNCH_S: 600 is 660 TFLOP/s (cudnn causal forward)",
         "B3: EFFICIENCY['hopper']['cudnn forward']: 0.600 is 0.660 (cudnn causal forward)"]
     assert report.changes({}, "NVIDIA B900") == [
-        "memo/estimate/hardware.py: GPUS does not know 'NVIDIA B900'"]
+        "memo/system/hardware.py: GPUS does not know 'NVIDIA B900'"]
 
 
 def test_the_page_tells_every_item():

@@ -25,15 +25,17 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from memo import checkpoint, command, convert, evaluate, out_dir, sample
-from memo.ending import complete
+from memo import convert, evaluate, sample
+from memo.checkpoint import checkpoint
+from memo.config.layout import Layout
 from memo.errors import ConfigError, TrainingError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.launch import Launch, open_store, rank_errors
-from memo.layout import Layout
 from memo.planner.allocator import Arena
-from memo.planner.rehearsal import Rehearsal
+from memo.run.ending import complete
+from memo.run.rehearsal import Rehearsal
+from memo.system import command, out_dir
+from memo.system.launch import Launch, open_store, rank_errors
 from testing.ranks import (
     PROCESSES,
     TIMEOUT_S,
@@ -190,10 +192,10 @@ def here_choosing(host, argv):
     """here(), where each rank would choose another number of subsequences, if it were asked."""
     with pytest.MonkeyPatch.context() as m:
         choosing(m)
-        m.setattr("memo.choose.LEAST_TOKENS", 16)
-        m.setattr("memo.choose.ALIGNED", 1)
+        m.setattr("memo.decide.choose.LEAST_TOKENS", 16)
+        m.setattr("memo.decide.choose.ALIGNED", 1)
         numbers = dict(subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer")
-        m.setattr("memo.run.choose_fastest", lambda cfg, machine, world: estimate(
+        m.setattr("memo.run.prepare.choose_fastest", lambda cfg, machine, world: estimate(
             replace(cfg, **numbers), machine, world, fast_arena).but(chosen="tossed"))
         return here(host, argv)
 
@@ -413,7 +415,7 @@ def without_memory(host, argv, said, rank, steps):
 
     def forward_backward(run, it):
         if host.rank == rank and it == steps:
-            m.setattr("memo.block.Block.backward", out_of_memory)
+            m.setattr("memo.layer.block.Block.backward", out_of_memory)
         return real(run, it)
     real = train.forward_backward
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
@@ -421,7 +423,7 @@ def without_memory(host, argv, said, rank, steps):
         m.setattr(train, "forward_backward", forward_backward)
         bound_arena(m)
         if host.rank == rank and not steps:
-            m.setattr("memo.block.Block.backward", out_of_memory)
+            m.setattr("memo.layer.block.Block.backward", out_of_memory)
         with rank_errors(host):
             run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size), host)
         with rank_errors(host, run.where):
@@ -456,7 +458,7 @@ LOST = re.compile(rf"error: rank [0-3] \({re.escape(socket.gethostname())}\)(, s
 
 def train_main(argv):
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.report.draw_picture", no_picture)
+        m.setattr("memo.run.report.draw_picture", no_picture)
         bound_arena(m)
         return train.main(argv)
 

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memo import command, launch
-from memo.config import Config
+from memo.config.config import Config
+from memo.config.layout import communicators, degrees
 from memo.errors import ConfigError
-from memo.launch import Agreed, Launch, read_launch, same_everywhere, start_pulse, together
-from memo.layout import communicators, degrees
-from memo.load_config import load_config
-from memo.parallel import axis as axis_module
-from memo.parallel.axis import ALL_GATHER, REDUCE_SCATTER, Axis
 from memo.parallel.mesh import ALONE, open_mesh
 from memo.planner.allocator import Arena
+from memo.run.load_config import load_config
+from memo.system import axis as axis_module
+from memo.system import command, launch
+from memo.system.axis import ALL_GATHER, REDUCE_SCATTER, Axis
+from memo.system.launch import Agreed, Launch, read_launch, same_everywhere, start_pulse, together
 from testing.ranks import TIMEOUT_S, Ranks, pool
 from tests.helpers import ROOT
 

@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from memo.decide import Room, problem_of
-from memo.layer import layer_of, n_rows
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.config.layer import layer_of, n_rows
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
+from memo.memory.placement import Placement
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
-from memo.swap.placement import Placement
-from memo.swap.placing import place_rows
+from memo.states.optim import Optimizer
 from model import GPT
 from testing.notes import Communicator, Notes, Post, Program, Wait, noted_mesh
 from testing.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs

@@ -6,15 +6,15 @@ from itertools import chain
 import pytest
 import torch
 
-from memo.layer import head_groups, tensors_of
-from memo.layout import Layout
-from memo.matmul import RUN
-from memo.parallel.axis import Axis
+from memo.config.layer import head_groups, tensors_of
+from memo.config.layout import Layout
+from memo.kernels.matmul import RUN
+from memo.layer.metp import groups_of_heads, own_and_others, pieces_of
 from memo.parallel.mesh import ALONE, Mesh
-from memo.parallel.metp import groups_of_heads, own_and_others, pieces_of
 from memo.parallel.visits import Visits
-from memo.planner.rehearsal import FakeArena
+from memo.run.rehearsal import FakeArena
 from memo.schedule.streams import open_streams
+from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, mesh_of, perturbed_weights

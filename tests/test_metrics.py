@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from memo.config import Config
+from memo.config.config import Config
+from memo.config.formulas import flops_per_sample, mfu, parameters, percent, tgs
 from memo.errors import ConfigError
-from memo.estimate.hardware import peak_flops_per_s
-from memo.formulas import flops_per_sample, mfu, parameters, percent, tgs
-from memo.loggers import JsonlLogger, StepStats, WandbLogger, read_metrics
+from memo.run.loggers import JsonlLogger, StepStats, WandbLogger, read_metrics
+from memo.system.hardware import peak_flops_per_s
 from testing.paper import PAPER
 
 

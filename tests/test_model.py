@@ -5,17 +5,17 @@ import itertools
 import pytest
 import torch
 
-from memo.edges import Edges
-from memo.layer import CHUNK_ROWS, HEAD_ROWS, SPLIT_ROWS, layer_of
-from memo.layout import Layout
-from memo.ops import rotary, rotations
-from memo.optim import Optimizer
-from memo.parallel.rows import cut
+from memo.config.layer import CHUNK_ROWS, HEAD_ROWS, SPLIT_ROWS, layer_of
+from memo.config.layout import Layout
+from memo.kernels.ops import rotary, rotations
+from memo.kernels.rows import cut
+from memo.layer.edges import Edges
+from memo.memory.buffers import bytes_of
+from memo.memory.views import views
 from memo.planner.plan import plan_trace
-from memo.planner.rehearsal import traced_requests
-from memo.swap.buffers import bytes_of
+from memo.run.rehearsal import traced_requests
+from memo.states.optim import Optimizer
 from memo.verify.reference import Reference
-from memo.views import views
 from model import GPT, initial_weights
 from tests.helpers import LLAMA, error, perturbed_weights, random_batch
 
@@ -76,13 +76,13 @@ def test_gradients_of_other_families_match_autograd(keys, dtype, limit, device):
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_groups_that_share_keys_give_the_gradients_of_one_group(heads, monkeypatch):
     cfg = Layout(n_layer=1, n_head=8, n_embd=64, vocab_size=64, block_size=64, n_kv_head=2)
-    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", heads * 64 * 8)  # with 3: two, an equal part of four
+    monkeypatch.setattr("memo.config.layer.GROUP_ELEMENTS", heads * 64 * 8)  # with 3: two, as of four
     compare(cfg, 1, 64, "cpu", torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_over_several_head_chunks(device, monkeypatch):
-    monkeypatch.setattr("memo.layer.HEAD_ROWS", 50)
+    monkeypatch.setattr("memo.config.layer.HEAD_ROWS", 50)
     cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=130, block_size=77)
     compare(cfg, 2, 77, device, torch.float32, 1e-5)
 
@@ -135,7 +135,7 @@ def test_recompute_gives_the_same_bits(keys):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("most", [2**16, 300])
 def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
-    monkeypatch.setattr("memo.parallel.rows.CHUNK_ROWS", most)
+    monkeypatch.setattr("memo.kernels.rows.CHUNK_ROWS", most)
     cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
     model = GPT(cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))

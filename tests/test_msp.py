@@ -12,30 +12,31 @@ import pytest
 import torch
 
 import train
-from memo.bubbles import StageFacts, micro_batch_s
-from memo.choose import with_stages
-from memo.config import Config
-from memo.decide import Rates, Room
+from memo.config.config import Config
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout, check_streams
+from memo.config.msp import Help, guests_of, helped_units, lent_by, with_turns
+from memo.config.subsequences import slice_lengths, subsequence_lengths
+from memo.decide.bubbles import StageFacts, micro_batch_s
+from memo.decide.choose import with_stages
+from memo.decide.sharing import decided_shares, even_shares, shared, with_shares
+from memo.decide.step_seconds import Ends, Lanes, UnitRates
+from memo.decide.where import Rates, Room
 from memo.errors import ConfigError
-from memo.estimate import budget, hardware, report, search
+from memo.estimate import budget, report, search
 from memo.estimate.arena import fast_arena
 from memo.estimate.regions import activation_lines
-from memo.estimate.step_seconds import Ends, Lanes, UnitRates
-from memo.flat import layer_numel
-from memo.launch import Launch
-from memo.layer import tensors_of
-from memo.layout import Layout, check_streams
-from memo.load_config import load_config
-from memo.msp import Help, guests_of, helped_units, lent_by, with_turns
-from memo.parallel.axis import Axis
+from memo.memory.flat import layer_numel
+from memo.memory.sizes import Sizes
 from memo.parallel.mesh import Mesh
+from memo.run.load_config import load_config
 from memo.schedule.order import forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
 from memo.schedule.waits import schedule
-from memo.sharing import decided_shares, even_shares, shared, with_shares
-from memo.subsequences import slice_lengths, subsequence_lengths
-from memo.swap.sizes import Sizes
+from memo.system import hardware
+from memo.system.axis import Axis
+from memo.system.launch import Launch
 from model import GPT
 from testing.paper import SPPO
 from testing.ranks import pool

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from memo import fp8, ops, te
+from memo.config.layout import Layout
 from memo.errors import ConfigError
-from memo.layout import Layout
-from memo.matmul import matmul_of
-from memo.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.kernels import fp8, ops, te
+from memo.kernels.matmul import matmul_of
+from memo.kernels.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
+from memo.states.optim import Optimizer
+from memo.system.axis import Axis
 from model import GPT
 from tests import fake_te
 from tests.helpers import LLAMA, perturbed_weights, random_batch

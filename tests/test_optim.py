@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from memo import flat
-from memo.estimate import hardware
+from memo.config.layout import Layout
 from memo.estimate.regions import states
-from memo.layout import Layout
-from memo.optim import Optimizer, square_sum
+from memo.memory import flat
+from memo.memory.views import views
 from memo.parallel.mesh import ALONE
-from memo.views import views
+from memo.states.optim import Optimizer, square_sum
+from memo.system import hardware
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import degrees_of, mesh_of, perturbed_weights
@@ -77,7 +77,7 @@ def both(host, cfg, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches,dtype", [(1, torch.float32), (2, torch.bfloat16)])
 def test_an_optimizer_on_the_host_changes_no_bit(micro_batches, dtype, monkeypatch):
-    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
+    monkeypatch.setattr("memo.memory.slab.PIECE_BYTES", 2**12)  # many edges, at which copies are cut
     cfg = replace(SMALL, gradient_accumulation_steps=micro_batches, grad_clip=0.1)
     device, host = (trained(ALONE, replace(cfg, optimizer_device=where), dtype) for where in ("auto", "cpu"))
     assert device == host

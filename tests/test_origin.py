@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import train
-from memo import checkpoint, files, origin
-from memo.batch import open_dataset
+from memo.checkpoint import checkpoint
+from memo.checkpoint.manifest import CHECKPOINT_JSON, manifest_text
+from memo.data.batch import open_dataset
+from memo.data.tokens import train_tokenizer, write_dataset
 from memo.errors import ConfigError
-from memo.files import fingerprint
-from memo.launch import same_everywhere
-from memo.manifest import CHECKPOINT_JSON, manifest_text
-from memo.origin import code, differences
-from memo.tokens import train_tokenizer, write_dataset
+from memo.system import files, origin
+from memo.system.files import fingerprint
+from memo.system.launch import same_everywhere
+from memo.system.origin import code, differences
 from tests.helpers import argv, losses
 
 KEYS = dict(max_iters=2, lr_decay_iters=6, eval_interval=0, memory_plan="off", block_size=16, batch_size=1)
@@ -180,11 +181,11 @@ def test_what_else_has_changed_is_said_a_line_each(dataset, tmp_path, capsys, mo
 
 def test_the_digest_of_the_sources_is_that_of_every_file(tmp_path, monkeypatch):
     root = tmp_path / "memo"
-    (root / "swap").mkdir(parents=True)
-    names = ("memo/a.py", "memo/swap/b.py", "memo/c.cpp", "model.py", "train.py")
+    (root / "memory").mkdir(parents=True)
+    names = ("memo/a.py", "memo/memory/b.py", "memo/c.cpp", "model.py", "train.py")
     for name in names:
         (tmp_path / name).write_text("x = 1\n")
-    monkeypatch.setattr(origin, "__file__", str(root / "origin.py"))
+    monkeypatch.setattr(origin, "__file__", str(root / "system" / "origin.py"))
     seen = {code()["memo"]}
     for name in names:
         (tmp_path / name).write_text("x = 2\n")

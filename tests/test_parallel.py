@@ -5,18 +5,18 @@ from functools import cache
 import pytest
 import torch
 
-from memo.edges import Edges
-from memo.layer import layer_of, n_rows
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.parallel.axis import Axis
+from memo.config.layer import layer_of, n_rows
+from memo.config.layout import Layout
+from memo.layer.edges import Edges
+from memo.memory.placement import Placement
+from memo.memory.views import views
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import plan_trace
-from memo.planner.rehearsal import FakeArena, rehearsed_requests, traced_requests
+from memo.run.load_config import load_config
+from memo.run.rehearsal import FakeArena, rehearsed_requests, traced_requests
 from memo.schedule.streams import open_streams
-from memo.swap.placement import Placement
-from memo.views import views
+from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, degrees_of, mesh_of, step

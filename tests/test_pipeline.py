@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from memo.layout import Layout, layers_of_stages
+from memo.config.layout import Layout, layers_of_stages
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, times_of_stages
 from memo.schedule.step import Op, Step, Unit

@@ -9,22 +9,23 @@ import pytest
 import torch
 
 import train
-from memo import command as commands
-from memo import memory
-from memo.choose import numbers_of, with_stages
-from memo.config import Config
-from memo.decide import Decision
+from memo.config.config import Config
+from memo.config.layout import Layout
+from memo.decide.choose import numbers_of, with_stages
+from memo.decide.where import Decision
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import budget, hardware, pipeline_seconds, regions, report, search
+from memo.estimate import budget, pipeline_seconds, regions, report, search
 from memo.estimate.arena import fast_arena, head_bytes, traced_arena
-from memo.launch import Launch
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.memory.placement import Placement
 from memo.parallel.mesh import Mesh
-from memo.planner.trace_step import trace_step
-from memo.swap.placement import Placement
+from memo.run import reserve
+from memo.run.load_config import load_config
+from memo.run.trace_step import trace_step
+from memo.states.optim import Optimizer
+from memo.system import command as commands
+from memo.system import hardware
+from memo.system.axis import Axis
+from memo.system.launch import Launch
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import LLAMA, ROOT, argv, choosing
@@ -57,7 +58,7 @@ def test_lines_are_the_bytes_of_each_stage(keys):
         model = GPT(one.cfg, torch.device("cpu"), torch.float32, mesh=mesh)
         optimizer = Optimizer(model, one.cfg)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, one.placement)
-        lines = memory.where_it_lives(one.cfg, Decision(one.placement, one.plan, None, 0), model, optimizer)
+        lines = reserve.where_it_lives(one.cfg, Decision(one.placement, one.plan, None, 0), model, optimizer)
         assert [line for line in lines if line not in one.lines and line.region != "transient"] == []
         assert model.swap.host_bytes == one.bytes_of("swap")[1]
         model.close()

@@ -8,25 +8,25 @@ from math import ceil, inf
 import pytest
 import torch
 
-from memo import memory
-from memo.config import Config, as_keys
-from memo.decide import Rates, Room, problem_of, with_buffers
+from memo.config.config import Config, as_keys
+from memo.config.formulas import parameters
+from memo.config.layer import groups_of, layer_of, tensors_of
+from memo.config.layout import Layout
+from memo.decide.alpha import AlphaProblem, largest_block_size, paper
+from memo.decide.placing import place_rows
+from memo.decide.where import Rates, Room, problem_of, with_buffers
 from memo.errors import ConfigError, OutOfHostMemory
-from memo.estimate import hardware
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import estimate
 from memo.estimate.regions import granting, host_capacity, states
-from memo.formulas import parameters
-from memo.launch import Launch
-from memo.layer import groups_of, layer_of, tensors_of
-from memo.layout import Layout
-from memo.optim import Optimizer
-from memo.run import machine_of
-from memo.swap import slab
-from memo.swap.alpha import AlphaProblem, largest_block_size, paper
-from memo.swap.buffers import copy_bytes
-from memo.swap.placement import Placement
-from memo.swap.placing import place_rows
+from memo.memory import slab
+from memo.memory.buffers import copy_bytes
+from memo.memory.placement import Placement
+from memo.run import reserve
+from memo.run.prepare import machine_of
+from memo.states.optim import Optimizer
+from memo.system import hardware
+from memo.system.launch import Launch
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import gpt_layer, mesh_of
@@ -119,7 +119,7 @@ def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
 
 def decided(cfg, limit=PLENTY):
     model = GPT(cfg, "cpu", torch.float32)
-    return model, memory.reserve_activations(cfg, model, limit)
+    return model, reserve.reserve_activations(cfg, model, limit)
 
 
 @pytest.mark.parametrize("activation,n_buffers,host", [("keep", 5, 0), ("recompute", 1, 0), ("swap", 2, 3)])
@@ -150,18 +150,18 @@ def test_what_is_said_is_what_was_taken(alpha):
     cfg = fixed(alpha)
     model, d = decided(cfg, ENOUGH)
     optimizer = Optimizer(model, cfg)
-    rows = memory.where_it_lives(cfg, d, model, optimizer)
+    rows = reserve.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
     positions = model.positions[0].nbytes + model.turn[0].nbytes
     # fp32: own masters
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
-    text = memory.memory_table(cfg, d, rows, None)
+    text = reserve.memory_table(cfg, d, rows, None)
     assert "2 buffers for 5 layers" in text and "others of 3 swapped layers" in text and "in all" in text
     assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
     assert "overlap allows" in text and "host allows 1.00" in text
-    plan = json.loads(json.dumps(memory.plan_record(cfg, d, model, rows, None)))
+    plan = json.loads(json.dumps(reserve.plan_record(cfg, d, model, rows, None)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
     model.close()
@@ -171,9 +171,9 @@ def test_what_is_said_is_what_was_taken(alpha):
 def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
     cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1)
     model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
-    keep = memory.reserve_activations(replace(cfg, activation="keep"), model, 0)
+    keep = reserve.reserve_activations(replace(cfg, activation="keep"), model, 0)
     kept = model.swap.device_bytes
-    lines = memory.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
+    lines = reserve.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
     cpu = machine_of(CPU, launch)
     needs = sum(line.device_bytes for line in lines) + sum(fast_arena(cfg, cpu))
     least = ceil((needs + 12 * parameters(cfg)) / 0.9)  # beside a checkpoint's copy
@@ -181,24 +181,24 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         monkeypatch.setattr(slab, "available", lambda there=there: there)
         node = replace(cpu.node, host_memory_bytes=there)
         assert estimate(cfg, replace(cpu, node=node), 1, fast_arena).placement.n_buffers == n
-        d = memory.reserve_activations(cfg, model, memory.host_limit(cfg, launch, 4))
+        d = reserve.reserve_activations(cfg, model, reserve.host_limit(cfg, launch, 4))
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            table = memory.memory_table(cfg, d, lines, None)
+            table = reserve.memory_table(cfg, d, lines, None)
             assert "alpha       none: all layers stay on the device" in table
     model.close()
 
 
 def gpu_with(monkeypatch, free):
     """Makes the CPU pass for a GPU with so many free bytes beside the head's."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: (int(free) + head_bytes(CFG, 4), 0))
-    monkeypatch.setattr(memory, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
+    monkeypatch.setattr(reserve, "free_bytes", lambda device: (int(free) + head_bytes(CFG, 4), 0))
+    monkeypatch.setattr(reserve, "gpu_decides", lambda cfg, device: cfg.finds_alpha)
 
 
 def buffers(cfg, model, rates):
     """(rounding buffers, bytes that the device has for them)."""
-    room = memory.gpu_room(cfg, model, rates, PLENTY)
+    room = reserve.gpu_room(cfg, model, rates, PLENTY)
     p = with_buffers(cfg, problem_of(cfg, 4, rates, room), room)
     return p.placement.n_buffers, p.device_bytes
 
@@ -217,20 +217,20 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     assert buffers(replace(CFG, activation="swap"), model, RATES) == (2, inf)
     gpu_with(monkeypatch, 1.5 * whole())
     rates = replace(RATES, recompute_s=dict.fromkeys(groups_of(tensors()), 1))
-    monkeypatch.setattr("memo.memory.measure", lambda *a: rates)
-    d = memory.reserve_activations(CFG, model, PLENTY)
+    monkeypatch.setattr("memo.run.reserve.measure", lambda *a: rates)
+    d = reserve.reserve_activations(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"
     assert model.swap.device_bytes <= 1.5 * whole() < model.swap.device_bytes + whole() / 4
     least = 2 * whole() + x - (whole() - 2 * x - tensors()["lse"].nbytes)
     gpu_with(monkeypatch, least)
-    assert memory.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
+    assert reserve.reserve_activations(CFG, model, PLENTY).alpha == 0 and model.swap.device_bytes == least
     gpu_with(monkeypatch, least - 1)
     wanted = (r"^block_size=512 needs .* GiB of device memory for two buffers of activations, .*; "
               r"try --block_size=511, more --subsequences, or --alpha=0 to try all the same$")
     with pytest.raises(ConfigError, match=wanted):
-        memory.reserve_activations(CFG, model, PLENTY)
+        reserve.reserve_activations(CFG, model, PLENTY)
     gpu_with(monkeypatch, 100 * whole())
-    d = memory.reserve_activations(CFG, model, PLENTY)
+    d = reserve.reserve_activations(CFG, model, PLENTY)
     assert d.alpha is None and d.placement.n_buffers == 5 and model.swap.host_bytes == 0
     model.close()
 
@@ -251,9 +251,9 @@ def reserved(host, keys, limits):
         copy_bytes(pairs)
     model = GPT(cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
     with pytest.MonkeyPatch.context() as m:
-        m.setattr("memo.estimate.measure.HostSlab", slab_of)
-        m.setattr("memo.estimate.measure.copy_bytes", copied)
-        decision = memory.reserve_activations(cfg, model, limits[host.rank])
+        m.setattr("memo.run.measure.HostSlab", slab_of)
+        m.setattr("memo.run.measure.copy_bytes", copied)
+        decision = reserve.reserve_activations(cfg, model, limits[host.rank])
     model.close()
     return moments[:2] if decision.rates else None
 
@@ -273,7 +273,7 @@ def test_all_stages_measure_their_copies_at_once():
 # --- too little host memory ---
 
 def check(cfg, device=CPU, limit=PLENTY):
-    memory.check_memory(cfg, device, torch.float32, int(limit))
+    reserve.check_memory(cfg, device, torch.float32, int(limit))
 
 
 def test_too_little_host_memory_is_told_before_the_device_is_touched():
@@ -304,19 +304,19 @@ def test_an_optimizer_on_the_host_takes_its_part_of_it_first(monkeypatch):
     for world, local_world in ((1, 1), (4, 2)):
         launch = Launch(0, world, 0, local_world)
         share = 9 * 10**8 // local_world - states // world  # beside a checkpoint's copy of them
-        assert memory.host_limit(replace(CFG, vocab_size=1000), launch, 4) == share
+        assert reserve.host_limit(replace(CFG, vocab_size=1000), launch, 4) == share
         # gradients too, and no copy
-        assert memory.host_limit(on_host, launch, 4) == 9 * 10**8 // local_world - states * 16 // 12 // world
+        assert reserve.host_limit(on_host, launch, 4) == 9 * 10**8 // local_world - states * 16 // 12 // world
         granted = replace(CFG, vocab_size=1000, host_memory_gb=0.4)  # the copy comes on top
-        assert memory.host_limit(granted, launch, 4) == 4 * 10**8 // local_world
+        assert reserve.host_limit(granted, launch, 4) == 4 * 10**8 // local_world
     wanted = (r"^host_memory_gb=0.9 must be at most 0.8\d+, 90% .* beside .* for a checkpoint.s copy; "
               r"try host_memory")
     with pytest.raises(OutOfHostMemory, match=wanted):
-        memory.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1), 4)
+        reserve.host_limit(replace(CFG, vocab_size=1000, host_memory_gb=0.9), Launch(0, 1, 0, 1), 4)
     with pytest.raises(OutOfHostMemory,
                        match=r"^optimizer_device=cpu needs .* its share is .*; try a larger"):
-        memory.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1), 4)
-    assert memory.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1), 4) == 0
+        reserve.host_limit(replace(on_host, n_layer=2000, n_embd=1024), Launch(0, 1, 0, 1), 4)
+    assert reserve.host_limit(replace(CFG, activation="keep"), Launch(0, 1, 0, 1), 4) == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -332,7 +332,7 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
         one = cfg.of_rank(rank, 6)
         numel, data, _ = states(one, machine, 6, 4)
         held.append(numel // data)
-        limits.append(memory.host_limit(one, Launch(rank, 6, rank % local_world, local_world), 4))
+        limits.append(reserve.host_limit(one, Launch(rank, 6, rank % local_world, local_world), 4))
     nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
     for node in nodes:  # weights, moments, gradients
         used = sum(limits[rank] + 16 * held[rank] for rank in node)
@@ -374,8 +374,8 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
-    lines = memory.where_it_lives(CFG, d, model, Optimizer(model, CFG))
-    assert "1 of 3 swapped layers keep only their input" in memory.memory_table(CFG, d, lines, None)
+    lines = reserve.where_it_lives(CFG, d, model, Optimizer(model, CFG))
+    assert "1 of 3 swapped layers keep only their input" in reserve.memory_table(CFG, d, lines, None)
     model.close()
 
 

@@ -4,12 +4,12 @@ of its waits, other bits."""
 import pytest
 import torch
 
-from memo.decide import Room, problem_of
-from memo.layout import Layout
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
+from memo.memory.placement import rows
 from memo.plain import kept_rows, take_memory, training_step
 from memo.schedule.streams import CpuStream, Streams, Timeline, close_streams, open_streams
-from memo.swap.placement import rows
-from memo.swap.placing import place_rows
 from model import GPT
 from testing.turns import COPIES, SHAPE, shuffle, streams_by_turns
 from tests.helpers import LLAMA, perturbed_weights, random_batch

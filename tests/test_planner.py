@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from memo.command import run
 from memo.dsa.problem import solve
-from memo.files import keep_json, kept_json, readable_json
 from memo.planner.__main__ import main
 from memo.planner.plan import NEAR, Levels, Plan, cached_plan, plan_trace
 from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
+from memo.system.command import run
+from memo.system.files import keep_json, kept_json, readable_json
 
 
 def step(rng, layers, crossing=True):

@@ -7,15 +7,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memo import layer
-from memo.attend import attend, attend_backward
-from memo.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
-from memo.layer_attention import HeadNorms
-from memo.ops import TORCH, rotations
-from memo.parallel.axis import Axis
-from memo.parallel.cp import attention_over_ranks
+from memo.config import layer
+from memo.kernels.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
+from memo.kernels.ops import TORCH, rotations
+from memo.layer.attend import attend, attend_backward
+from memo.layer.attention import HeadNorms
+from memo.layer.cp import attention_over_ranks
+from memo.layer.tiles import rank_ranges
 from memo.parallel.mesh import ALONE
-from memo.tiles import rank_ranges
+from memo.system.axis import Axis
 from testing.notes import noted_mesh
 from testing.ranks import pool
 from testing.rendezvous import validate_programs

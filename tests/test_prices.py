@@ -12,15 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from memo.decide import Room, problem_of
-from memo.estimate import measure
-from memo.estimate.hardware import MESSAGES, Machine, Node, Speeds
+from memo.config.layout import Layout
+from memo.decide.placing import place_rows
+from memo.decide.step_seconds import step_seconds
+from memo.decide.where import Room, problem_of
 from memo.estimate.pipeline_seconds import embedding_s, head_s
-from memo.estimate.step_seconds import step_seconds
 from memo.estimate.unit_seconds import layer_seconds
-from memo.layout import Layout
+from memo.run import measure
 from memo.schedule.streams import open_streams
-from memo.swap.placing import place_rows
+from memo.system.hardware import MESSAGES, Machine, Node, Speeds
 from model import GPT
 from testing.notes import Post, noted_mesh
 from testing.ranks import pool
@@ -84,7 +84,7 @@ def sent(program):
     METP | FOUR | LLAMA | dict(tp=4, qk_norm=True), METP | FOUR | dict(tp=2, matmul="fp8")], ids=str)
 def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
     """Of the last rank; attention takes one group of heads after the other."""
-    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 2**16)
+    monkeypatch.setattr("memo.config.layer.GROUP_ELEMENTS", 2**16)
     cfg = Layout(**KEYS | keys)
     mesh, program = noted_mesh(cfg.tp * cfg.cp - 1, cfg.tp, cfg.cp, metp=cfg.metp)
     where = ("cpu", torch.float32) if cfg.device == "cpu" else ("meta", torch.bfloat16)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memo.huggingface import FAMILIES, family_of, model_keys, weights_of
-from memo.layout import Layout
-from memo.rope import parse_scaling, scaled
+from memo.config.layout import Layout
+from memo.config.rope import parse_scaling, scaled
+from memo.huggingface.huggingface import FAMILIES, family_of, model_keys, weights_of
+from memo.huggingface.weights import HfWeights, alike
 from memo.verify import reference
 from memo.verify.reference import Reference, attend, loss_and_gradients, rotary_frequencies
-from memo.weights import HfWeights, alike
 from tests.helpers import CPU, LLAMA, perturbed_weights, random_batch
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from memo.memory.placement import Placement
 from memo.schedule import periods
 from memo.schedule.access import Memory
 from memo.schedule.listing import listing, shortened
@@ -17,7 +18,6 @@ from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
 from memo.schedule.waits import compute_only, schedule, with_waits
-from memo.swap.placement import Placement
 from tests.helpers import unaware
 from tests.program_cases import cases, digests
 from tests.replay import RULES, validate_schedule

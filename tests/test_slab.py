@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memo.errors import OutOfHostMemory
-from memo.swap import slab
-from memo.swap.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
+from memo.memory import slab
+from memo.memory.slab import HostSlab, cgroup_available, host_bytes, meminfo_available, prefer_node
 from tests.helpers import resident_bytes
 
 CPU = torch.device("cpu")

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import train
-from memo import checkpoint, convert, evaluate, sample
-from memo.checkpoint import CheckpointError, Saver
+from memo import convert, evaluate, sample
+from memo.checkpoint import checkpoint
+from memo.checkpoint.checkpoint import CheckpointError, Saver
 from memo.errors import BadState, TrainingError
-from memo.optim import Optimizer
-from memo.views import is_finite, whole
+from memo.memory.views import is_finite, whole
+from memo.states.optim import Optimizer
 from tests.helpers import ROOT, argv, losses
 
 NAN = float("nan")
@@ -121,8 +122,8 @@ ssize_t write(int fd, const void *data, size_t n) {
 """
 SAVES = """
 import ctypes, sys, torch
-from memo.checkpoint import Saver
-from memo.views import whole
+from memo.checkpoint.checkpoint import Saver
+from memo.memory.views import whole
 flips = ctypes.CDLL(None)
 at, writes = (ctypes.c_int.in_dll(flips, name) for name in ("flip_at", "writes"))
 for n in range(int(sys.argv[1])):

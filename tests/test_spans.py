@@ -11,16 +11,14 @@ import pytest
 from matplotlib.image import imread
 
 import train
-from memo.ending import complete
+from memo.config.layout import Layout
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import machine
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.report import draw_estimate
-from memo.launch import Launch
-from memo.layout import Layout
-from memo.loggers import ConsoleLogger, StepStats, read_metrics
-from memo.pipeline_plot import bars_of, pipeline
+from memo.plots.pipeline import bars_of, pipeline
+from memo.run.ending import complete
+from memo.run.loggers import ConsoleLogger, StepStats, read_metrics
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.spans import (
@@ -33,6 +31,8 @@ from memo.schedule.spans import (
     stall_s,
 )
 from memo.schedule.waits import schedule
+from memo.system.hardware import machine
+from memo.system.launch import Launch
 from testing.ranks import pool
 from testing.stages import slept
 from tests.helpers import argv, bound_arena

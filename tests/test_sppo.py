@@ -2,7 +2,7 @@
 
 import pytest
 
-from memo.layout import Layout
+from memo.config.layout import Layout
 from memo.schedule.streams import open_streams
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 from tests.helpers import CPU, LLAMA

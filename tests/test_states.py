@@ -10,16 +10,16 @@ import torch
 
 import train
 from memo import sample
-from memo.decide import Decision
+from memo.config.formulas import parameters
+from memo.config.layout import Layout
+from memo.decide.where import Decision
 from memo.errors import ConfigError, OutOfHostMemory
-from memo.estimate import hardware
 from memo.estimate.regions import states
-from memo.formulas import parameters
-from memo.launch import Launch
-from memo.layout import Layout
-from memo.memory import check_memory, host_limit, where_it_lives
+from memo.memory.sizes import HOST_SHARE
 from memo.parallel.mesh import ALONE
-from memo.swap.sizes import HOST_SHARE
+from memo.run.reserve import check_memory, host_limit, where_it_lives
+from memo.system import hardware
+from memo.system.launch import Launch
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, degrees_of, mesh_of, perturbed_weights, random_batch, step
@@ -55,7 +55,7 @@ MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation=
     + [dict(subsequences=4, gradient_accumulation_steps=1, **LLAMA)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
-    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 2**14)  # many edges, at which copies are cut
+    monkeypatch.setattr("memo.memory.slab.PIECE_BYTES", 2**14)  # many edges, at which copies are cut
     cfg = replace(SMALL, **keys)
     device, *others = (trained(ALONE, replace(cfg, states=where), dtype) for where in PLACES)
     assert others == [device, device]
@@ -181,7 +181,7 @@ ONE_RANK = Launch(0, 1, 0, 1)
 
 
 def test_a_host_too_small_for_the_states_says_what_it_has_room_for(monkeypatch):
-    monkeypatch.setattr("memo.swap.slab.available", lambda: 10**9)
+    monkeypatch.setattr("memo.memory.slab.available", lambda: 10**9)
     cfg = replace(SMALL, n_layer=24, n_embd=1024, states="host")
     with pytest.raises(OutOfHostMemory, match=r"^states=host needs 4\.\d+ GiB .* its share is 0\.838\d GiB, "
                                               r"enough for 56\.2M parameters at any block_size; try .* "
@@ -191,7 +191,7 @@ def test_a_host_too_small_for_the_states_says_what_it_has_room_for(monkeypatch):
 
 def test_a_host_with_room_for_the_states_names_the_longest_context(monkeypatch):
     cfg, there = replace(SMALL, n_layer=24, states="host"), 0
-    monkeypatch.setattr("memo.swap.slab.available", lambda: there)
+    monkeypatch.setattr("memo.memory.slab.available", lambda: there)
 
     def refusal(block_size):
         one = replace(cfg, block_size=block_size)

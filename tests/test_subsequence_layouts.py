@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from memo.layout import Layout
+from memo.config.layout import Layout
+from memo.memory.views import views
 from memo.parallel.mesh import ALONE
-from memo.views import views
 from tests.helpers import LLAMA, step
 from tests.layouts import agree, build, layout_keys, on_ranks
 

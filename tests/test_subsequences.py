@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from memo import sample
-from memo.batch import open_dataset
+from memo.config.formulas import flops_per_sample, layer_forward_flops
+from memo.config.layer import head_groups
+from memo.config.layout import Layout
+from memo.config.subsequences import ALIGNED, subsequence_lengths
+from memo.data.batch import open_dataset
 from memo.errors import ConfigError
-from memo.formulas import flops_per_sample, layer_forward_flops
-from memo.layer import head_groups
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.ops import rotations
-from memo.parallel.axis import Axis
+from memo.kernels.ops import rotations
+from memo.layer.row_order import row_order
 from memo.parallel.mesh import Mesh
-from memo.row_order import row_order
-from memo.subsequences import ALIGNED, subsequence_lengths
+from memo.run.load_config import load_config
+from memo.system.axis import Axis
 from model import GPT
 from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch, save_header
 

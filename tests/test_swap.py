@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memo.decide import Room, problem_of
+from memo.config.layer import groups_of
+from memo.config.layout import Layout
+from memo.config.subsequences import unit_rows
+from memo.decide.placing import place_rows, placed, with_stream
+from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.where import Room, problem_of
 from memo.estimate.regions import activation_lines
-from memo.estimate.step_seconds import layers_s, step_seconds
-from memo.layer import groups_of
-from memo.layout import Layout
-from memo.optim import Optimizer
+from memo.memory.buffers import Swap
+from memo.memory.placement import Placement
+from memo.memory.slab import HostSlab
 from memo.schedule.simulate import times_of
 from memo.schedule.spans import stall_s
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
-from memo.subsequences import unit_rows
-from memo.swap.buffers import Swap
-from memo.swap.placement import Placement
-from memo.swap.placing import place_rows, placed, with_stream
-from memo.swap.slab import HostSlab
+from memo.states.optim import Optimizer
 from model import GPT
 from testing.notes import noted_mesh
 from testing.turns import RACES, WAITS, Racing, kind_of
@@ -107,8 +107,8 @@ def test_every_mode_and_alpha_is_bitwise_equal(dtype, B, modes):
 def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
     keys = dict(n_layer=4, n_head=4, bias=True)
     whole = trained(2, S, dtype, 1, activation="keep", **keys)
-    monkeypatch.setattr("memo.parallel.rows.CHUNK_ROWS", 600)
-    monkeypatch.setattr("memo.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
+    monkeypatch.setattr("memo.kernels.rows.CHUNK_ROWS", 600)
+    monkeypatch.setattr("memo.config.layer.GROUP_ELEMENTS", 3 * 2 * S * 8)  # three of the four heads, and one
     keep = trained(2, S, dtype, 2, activation="keep", **keys)
     assert torch.equal(keep[0], whole[0])
     assert error(keep[1], whole[1]) < (1e-5 if dtype == torch.float32 else 1e-2)
@@ -421,7 +421,7 @@ def test_the_host_slab_is_as_large_as_what_is_swapped_to_the_byte():
 
 def test_no_copy_goes_over_the_edge_of_a_locked_piece(monkeypatch):
     keep = trained(2, 512, torch.float32, 2, activation="keep")
-    monkeypatch.setattr("memo.swap.slab.PIECE_BYTES", 3 * 2**12)
+    monkeypatch.setattr("memo.memory.slab.PIECE_BYTES", 3 * 2**12)
     made, swap = [], Swap.swapped_pairs
     monkeypatch.setattr(Swap, "swapped_pairs", lambda self: made.append((self, swap(self))) or made[-1][1])
     assert same(trained(2, 512, torch.float32, 2, activation="memo", alpha=0.5), keep)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memo.parallel.cp import ring_tile
-from memo.tiles import DIAGONAL, rank_ranges, tiles_of
+from memo.layer.cp import ring_tile
+from memo.layer.tiles import DIAGONAL, rank_ranges, tiles_of
 
 
 def rows(ranges):

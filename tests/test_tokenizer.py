@@ -15,10 +15,9 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
 
 import train
-from memo import convert, sample, tokenizer, tokens
-from memo.command import run
-from memo.errors import ConfigError
-from memo.tokenizer import (
+from memo import convert, sample
+from memo.data import tokenizer, tokens
+from memo.data.tokenizer import (
     ENDS,
     OtherForm,
     encode_text,
@@ -28,7 +27,9 @@ from memo.tokenizer import (
     load_tokenizer,
     what_decides,
 )
-from memo.tokens import train_tokenizer, write_dataset
+from memo.data.tokens import train_tokenizer, write_dataset
+from memo.errors import ConfigError
+from memo.system.command import run
 from tests.texts import TEXTS, gpt2, rows, save, text
 
 WORDS = ("the of don't we'll x1 foo_bar naïve e\u0301a 漢字 안녕 ﬁne ½ ² 3.14 1234567 http://a.b/c //next "

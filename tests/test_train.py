@@ -16,14 +16,15 @@ import torch
 from tokenizers import Tokenizer, models
 
 import train
-from memo import checkpoint, dcp, sample
-from memo.block import Block
-from memo.command import run
+from memo import sample
+from memo.checkpoint import checkpoint, dcp
 from memo.errors import ConfigError, TrainingError
-from memo.load_config import load_config
-from memo.loggers import read_metrics
-from memo.out_dir import lock
-from memo.swap.slab import HostSlab
+from memo.layer.block import Block
+from memo.memory.slab import HostSlab
+from memo.run.load_config import load_config
+from memo.run.loggers import read_metrics
+from memo.system.command import run
+from memo.system.out_dir import lock
 from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate
 
@@ -66,7 +67,7 @@ def test_a_run_that_swaps_says_so_everywhere_and_is_bitwise_a_run_that_keeps(dat
     said = capsys.readouterr().out
     assert "5 buffers for 5 layers" in said and "alpha       none: all layers stay on the device" in said
     assert losses(tmp_path / "auto") == losses(tmp_path / "keep")
-    monkeypatch.setattr("memo.report.draw_picture", draw_picture)
+    monkeypatch.setattr("memo.run.report.draw_picture", draw_picture)
     train.main(argv(dataset, tmp_path / "memo", alpha=0.5, **keys))
     said = capsys.readouterr().out
     assert "2 buffers for 5 layers" in said and "alpha       0.500, given: overlap allows" in said

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import train
-from memo import checkpoint, watch
-from memo.watch import SAVE, verdict
+from memo.checkpoint import checkpoint
+from memo.run import watch
+from memo.run.watch import SAVE, verdict
 from testing.ranks import start_ranks
 from tests.helpers import argv, bound_arena, no_picture
 
@@ -52,7 +53,7 @@ def hang(argv, how):
         return real(run, it)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(train, "forward_backward", hanging)
-        m.setattr("memo.report.draw_picture", no_picture)
+        m.setattr("memo.run.report.draw_picture", no_picture)
         bound_arena(m)
         return train.main(argv)
 

@@ -9,11 +9,11 @@ import torch
 
 from bench.gpu_hour.notes import Skip, device, free_memory
 from memo import doctor
-from memo.attention import resolve_attention
-from memo.device import settle
-from memo.estimate.hardware import CONTEXT_BYTES
+from memo.kernels.attention import resolve_attention
+from memo.memory.slab import HostSlab, available
 from memo.parallel.mesh import ALONE
-from memo.swap.slab import HostSlab, available
+from memo.system.device import settle
+from memo.system.hardware import CONTEXT_BYTES
 
 QUERY = ("name", "driver_version", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
          "pcie.link.gen.current", "pcie.link.width.current", "memory.used", "memory.total")

@@ -5,11 +5,11 @@ import torch
 
 from bench.gpu_hour.items import BF16
 from bench.gpu_hour.notes import Skip, device, free_memory
-from memo import fp8, matmul
-from memo.attention import BACKENDS, facts_of
-from memo.backends import RIGHT_CUDNN, missing, order
-from memo.ops import lacking, resolve_ops, rotations
-from memo.parallel.axis import Axis
+from memo.kernels import fp8, matmul
+from memo.kernels.attention import BACKENDS, facts_of
+from memo.kernels.backends import RIGHT_CUDNN, missing, order
+from memo.kernels.ops import lacking, resolve_ops, rotations
+from memo.system.axis import Axis
 
 EPS, SUMS = 1e-5, 1e-4  # what gradients of norms, sums over all rows in fp32, may be away
 FP8_SUMS = 1e-3  # of FP8 products in fp32: Hopper adds up with fewer bits
@@ -36,7 +36,7 @@ def doubles(*tensors):
     return [t if t is None else t.double().requires_grad_() for t in tensors]
 
 
-# --- the fused kernels: {field of memo.ops.Ops: who checks it} ---
+# --- the fused kernels: {field of memo.kernels.ops.Ops: who checks it} ---
 
 def norm(notes, ops, N, C, dtype, mean, bias, residual):
     what = (f"{'layer' if mean else 'rms'} norm N={N} C={C} {str(dtype)[6:]}" + " bias" * bias

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from bench.gpu_hour.items import BF16
-from memo.files import save_json
+from memo.system.files import save_json
 
 
 class Skip(Exception):
@@ -100,8 +100,8 @@ def device():
     import torch
     if not torch.cuda.is_available():
         raise Skip("torch finds no CUDA GPU")
-    from memo.config import Config
-    from memo.device import pick_device
+    from memo.config.config import Config
+    from memo.system.device import pick_device
     return pick_device(Config(device="cuda"))[0]
 
 
@@ -111,9 +111,9 @@ def machine_here():
     speeds where the type is not known."""
     import torch
 
-    from memo.device import device_name, gpu_facts, own_bytes
-    from memo.estimate import hardware
-    from memo.swap.slab import available
+    from memo.memory.slab import available
+    from memo.system import hardware
+    from memo.system.device import device_name, gpu_facts, own_bytes
     name = device_name(device())
     short = hardware.gpu_named(name)
     found = hardware.machine(short) if short else hardware.Machine(
@@ -123,7 +123,7 @@ def machine_here():
 
 
 def rate_of(op, size=1):
-    """The rate of an operation by the tables of memo/estimate/hardware.py; None where it has none."""
+    """The rate of an operation by the tables of memo/system/hardware.py; None where it has none."""
     speeds = machine_here().speeds
     return speeds.rate(op, size) if speeds and (op in speeds.table or "memory" in speeds.table) else None
 
@@ -131,8 +131,8 @@ def rate_of(op, size=1):
 def shape(asked, **keys):
     """A Layout of the 7B model's width and `keys`, with what was asked for; a Config where they leave states
     open."""
-    from memo.config import Config
-    from memo.layout import Layout
+    from memo.config.config import Config
+    from memo.config.layout import Layout
     kind = Config if keys.get("states") == "auto" else Layout
     C = keys.pop("n_embd", asked.n_embd)
     keys["block_size"] = min(keys["block_size"], asked.longest)

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from bench.gpu_hour.report import write_report
-from memo.files import save_json
+from memo.system.files import save_json
 
 ROOT = Path(__file__).parents[2]
 PASSED_ON = ("attention", "n_embd", "longest", "host_memory_gb")

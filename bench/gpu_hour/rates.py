@@ -1,4 +1,4 @@
-"""B: bytes and rates, each beside what memo/estimate/hardware.py has."""
+"""B: bytes and rates, each beside what memo/system/hardware.py has."""
 
 import os
 import subprocess
@@ -22,8 +22,9 @@ from bench.gpu_hour.orchestra import ROOT, command_of, read
 from bench.gpu_hour.right import train_here
 from bench.gpu_hour.runs import measured
 from bench.gpu_hour.several import calibrated, own_cache
-from memo.estimate import hardware, measure
-from memo.swap.slab import HostSlab, available
+from memo.memory.slab import HostSlab, available
+from memo.run import measure
+from memo.system import hardware
 
 ROUND_S = 0.02
 
@@ -192,7 +193,7 @@ def others(notes, asked):
 
 def turned(notes, rows, C):
     """What FP8 gradients of weights take beside their product."""
-    from memo import fp8
+    from memo.kernels import fp8
     dy, x = (torch.randn(1, rows, width, dtype=torch.bfloat16, device=device()) for width in (4 * C, C))
     g, taken = fp8.gradients(dy), fp8.rows(x)
     rate(notes, "FP8: scale, round and turn dy and x", lambda: fp8.gradient_operands(g, taken),

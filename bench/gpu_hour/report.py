@@ -1,9 +1,9 @@
 """What the GPU hour tells: report.json, the one file to post; report.md, all of its lines; gpu.md, a short
 page of it; and what the figures would change in memo. No torch."""
 
-from memo.estimate.hardware import EFFICIENCY, GPUS, gpu_named
-from memo.files import save_bytes, save_json
-from memo.formulas import percent
+from memo.config.formulas import percent
+from memo.system.files import save_bytes, save_json
+from memo.system.hardware import EFFICIENCY, GPUS, gpu_named
 
 FORMAT = 1
 WITHIN = 0.05  # of a table's figure a measured one changes nothing
@@ -37,7 +37,7 @@ def changes(done, device):
     told, short = [], gpu_named(device)
     table = EFFICIENCY[GPUS[short].architecture] if short else {}
     if device and not short:
-        told.append(f"memo/estimate/hardware.py: GPUS does not know {device!r}")
+        told.append(f"memo/system/hardware.py: GPUS does not know {device!r}")
     for name, found in done.items():
         verdict, wrong = found["verdict"], [one for one in found["lines"] if one["ok"] is False]
         if verdict != "pass" and not verdict.startswith("skipped") and not wrong:

@@ -14,7 +14,7 @@ import torch
 from bench.gpu_hour.notes import device, free_memory, named, shape, why_of
 from bench.gpu_hour.orchestra import ROOT, read
 from bench.gpu_hour.runs import Ours, check
-from memo.device import set_deterministic
+from memo.system.device import set_deterministic
 
 VOCABULARY = 50257
 
@@ -92,7 +92,7 @@ def random_ids(asked):
 
 def arguments(cfg, asked, **keys):
     """The command line of a Config's keys that are not their defaults."""
-    from memo.config import KEYS
+    from memo.config.config import KEYS
     given = {name: getattr(cfg, name) for name, f in KEYS.items() if getattr(cfg, name) != f.default} | keys
     return [f"--{name}={value}" for name, value in given.items() if name != "vocab_size"]
 
@@ -101,7 +101,7 @@ def train_here(notes, asked, cfg, **keys):
     """(rows of metrics.jsonl, plan.json) of train.py in this process, which saves nothing: a large model's
     checkpoint has 12 bytes a parameter. Where it fails behind its first step that is a line."""
     import train
-    from memo.checkpoint import Saver
+    from memo.checkpoint.checkpoint import Saver
     out = asked.out / "runs" / notes.found["item"]
     shutil.rmtree(out, ignore_errors=True)
     keys = dict(dataset=random_ids(asked), out_dir=out, eval_interval=0, save_interval=0, warmup_iters=1,

@@ -19,22 +19,22 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.floor import Kernels
 from bench.gpu_hour.notes import Skip, device, fitting, free_memory, is_oom, named, tensor_bytes, why_of
-from memo import memory
-from memo.decide import Room, problem_of
-from memo.device import device_name, synchronize
+from memo.config.formulas import mfu, tgs
+from memo.config.layer import head_rows, logit_bytes
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
-from memo.estimate.hardware import peak_flops_per_s
-from memo.formulas import mfu, tgs
-from memo.launch import read_launch
-from memo.layer import head_rows, logit_bytes
-from memo.optim import Optimizer
-from memo.plots import timeline
+from memo.memory.placement import Placement
+from memo.memory.slab import host_bytes
+from memo.memory.views import views
+from memo.plots.figures import timeline
+from memo.run import reserve
 from memo.schedule.spans import stall_s
-from memo.swap.placement import Placement
-from memo.swap.placing import place_rows
-from memo.swap.slab import host_bytes
+from memo.states.optim import Optimizer
+from memo.system.device import device_name, synchronize
+from memo.system.hardware import peak_flops_per_s
+from memo.system.launch import read_launch
 from memo.verify.reference import Reference
-from memo.views import views
 from model import GPT, initial_weights
 
 LEARNING_RATE = 1e-5
@@ -55,8 +55,9 @@ class Ours:
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device()))
         self.batch = tokens, targets
-        self.decision = memory.reserve_activations(cfg, self.model, memory.host_limit(cfg, read_launch(), 2))
-        memory.plan_memory(cfg, self.model)
+        limit = reserve.host_limit(cfg, read_launch(), 2)
+        self.decision = reserve.reserve_activations(cfg, self.model, limit)
+        reserve.plan_memory(cfg, self.model)
 
     def step(self):
         """-> the loss, the norm of the gradients."""

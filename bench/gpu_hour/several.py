@@ -15,7 +15,7 @@ import torch
 from bench.gpu_hour.notes import Skip, device, machine_here, rate_of
 from bench.gpu_hour.orchestra import ROOT
 from bench.gpu_hour.right import dataset
-from memo.estimate import hardware
+from memo.system import hardware
 
 STEPS = 5
 # {layout: keys}, each on two ranks, or on four where the degrees multiply to that
@@ -36,7 +36,7 @@ def own_cache():
 def calibrated(attention):
     """python -m memo.profiler --calibrate, with the kernel that was asked for."""
     from memo import profiler
-    from memo.estimate import measure
+    from memo.run import measure
     real = measure.resolve_attention
     with patch.object(measure, "resolve_attention", lambda name, *args: real(attention, *args)):
         profiler.main(["--calibrate", "--device=cuda"])

@@ -14,8 +14,8 @@ from difflib import get_close_matches
 
 from bench.papers.page import PAGE, RESULTS, page
 from bench.papers.parts import EVERY, PAPERS, committed, keep, known, made
-from memo.command import Arguments, run
 from memo.errors import ConfigError, reason
+from memo.system.command import Arguments, run
 
 CORES = 2  # so many parts are made at a time
 

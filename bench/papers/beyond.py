@@ -6,10 +6,9 @@ from dataclasses import replace
 from bench.papers.memo_lengths import whole
 from bench.papers.page import DRY, MILLION, Part, points
 from bench.papers.rivals import A800
-from memo.choose import degrees_of
+from memo.decide.choose import degrees_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest
-from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of, limit_of
 from memo.estimate.search import (
     config_with,
@@ -19,6 +18,7 @@ from memo.estimate.search import (
     search,
     speed,
 )
+from memo.system.hardware import GIB
 from testing.paper import PAPER, SPPO, config_of, rows_of_table3
 
 NAME = "Beyond the papers"

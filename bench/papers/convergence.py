@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import train
 from bench.cpu_step import gpt2_of_transformers
 from bench.papers.page import MEASURED, Part
-from memo.batch import open_dataset
+from memo.data.batch import open_dataset
 from memo.errors import ConfigError
-from memo.load_config import load_config
-from memo.loggers import read_metrics
-from memo.plots import BLUE, GREEN, GREY, plain, smooth
+from memo.plots.figures import BLUE, GREEN, GREY, plain, smooth
+from memo.run.load_config import load_config
+from memo.run.loggers import read_metrics
 
 STEPS, RIVAL = 200, "transformers, checkpointing"
 MODEL = dict(block_size=1024, dataset="stdlib", device="cpu", max_iters=STEPS, warmup_iters=20,

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from bench.papers.page import SIMULATED, Part
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.plan import plan_trace
-from memo.planner.rehearsal import FakeArena
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.run.rehearsal import FakeArena
+from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from research.caching import SimulatedOutOfMemory, simulate_caching
 from testing.paper import PAPER
 

@@ -13,9 +13,9 @@ from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, thousands
 from bench.papers.rivals import A800, MODELS
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import GIB
 from memo.estimate.search import search
-from memo.plots import BLUE, GREY, ORANGE, plain
+from memo.plots.figures import BLUE, GREY, ORANGE, plain
+from memo.system.hardware import GIB
 from testing.baseline_layer import FP32, logit_bytes
 from testing.baselines import DEEPSPEED, MEGATRON
 from testing.paper import GPUS, LONG, PAPER, of_that_width, paper_config, rows_of_table3

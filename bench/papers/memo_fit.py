@@ -8,11 +8,11 @@ from scipy.optimize import least_squares
 
 from bench.papers.page import DRY, Part, off, thousands
 from bench.papers.rivals import A800, MODELS
-from memo.estimate import hardware
+from memo.config.layer import tensors_of
 from memo.estimate.arena import ArenaBytes, fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import Speeds
-from memo.layer import tensors_of
+from memo.system import hardware
+from memo.system.hardware import Speeds
 from testing.paper import (
     HOST_BYTES,
     LONG,
@@ -141,7 +141,7 @@ def fit():
     ran, more = ([(cfg, cell) for cfg, cell in every if not isinstance(cell, str)]
                  for every in (cells_of_speeds(), cells_of_table5()))
     found, other, cells = fitted_speeds(ran), fitted_speeds(ran + more), cells_that_ran()
-    assert found == hardware.AMPERE, f"memo/estimate/hardware.py uses {hardware.AMPERE}, the fit is {found}"
+    assert found == hardware.AMPERE, f"memo/system/hardware.py uses {hardware.AMPERE}, the fit is {found}"
     both = [with_mfu(cells, lambda got, on=on: 100 * got.on(on, fast_arena).mfu)
             for on in (A800, with_parts(other))]
     offs = both_gaps(both, [([model], length) for model in MODELS for length in (SHORT, FROM_64K)])

@@ -5,17 +5,17 @@ import matplotlib.pyplot as plt
 
 from bench.papers.page import DRY, MILLION, Part, cell, points, thousands
 from bench.papers.rivals import A800, of_rival
-from memo.choose import degrees_of
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout
+from memo.decide.choose import degrees_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of
 from memo.estimate.roofline import own_kernels, total
 from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import layer_seconds
-from memo.layer import tensors_of
-from memo.layout import Layout
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.system.hardware import GIB
 from testing.baselines import DEEPSPEED, MEGATRON
 from testing.baselines import longest as longest_rival
 from testing.paper import PAPER, SEQUENCES, of_that_width, paper_config

@@ -7,18 +7,18 @@ import torch
 from bench.papers import metp_layer
 from bench.papers.metp_layer import CLAIMS, CPU, RANKS
 from bench.papers.page import DRY, MEASURED, Part, points
-from memo.decide import GAPS
-from memo.estimate import hardware
+from memo.config.layout import Layout
+from memo.decide.where import GAPS
 from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.search import config_with, estimate_or_none, longest
-from memo.layout import Layout
-from memo.load_config import load_config
-from memo.optim import Optimizer
-from memo.parallel.axis import Axis
+from memo.layer.row_order import row_order
 from memo.parallel.mesh import open_mesh
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
-from memo.row_order import row_order
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.run.load_config import load_config
+from memo.states.optim import Optimizer
+from memo.system import hardware
+from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
 

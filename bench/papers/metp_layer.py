@@ -6,14 +6,14 @@ import matplotlib.pyplot as plt
 import torch
 
 from bench.papers.page import COUNTED, Part, thousands
-from memo.estimate.hardware import GIB
-from memo.layer import head_groups, n_rows, tensors_of
-from memo.layout import Layout
-from memo.parallel.axis import Axis
+from memo.config.layer import head_groups, n_rows, tensors_of
+from memo.config.layout import Layout
 from memo.parallel.mesh import Mesh
-from memo.planner.rehearsal import FakeArena
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.run.rehearsal import FakeArena
 from memo.schedule.streams import open_streams
+from memo.system.axis import Axis
+from memo.system.hardware import GIB
 from model import GPT
 from testing.paper import METP
 

@@ -10,7 +10,7 @@ import time
 
 from bench.papers import beyond, memo, metp, sppo
 from bench.papers.page import RESULTS
-from memo.files import save_json
+from memo.system.files import save_json
 
 PAPERS = {"memo": memo, "metp": metp, "sppo": sppo, "beyond": beyond}
 EVERY = {f"{paper}.{name}": part for paper, module in PAPERS.items() for name, part in module.PARTS.items()}

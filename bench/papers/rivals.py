@@ -15,12 +15,12 @@ from statistics import mean
 import matplotlib.pyplot as plt
 
 from bench.papers.page import DRY, Part, points, thousands
-from memo.estimate import hardware
+from memo.config.layout import Layout
 from memo.estimate.arena import fast_arena
-from memo.estimate.hardware import Speeds
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
-from memo.layout import Layout
-from memo.plots import BLUE, GREY, ORANGE, plain
+from memo.plots.figures import BLUE, GREY, ORANGE, plain
+from memo.system import hardware
+from memo.system.hardware import Speeds
 from testing.baselines import DEEPSPEED, MEGATRON, Recompute, RivalLayout, best, device_bytes, run
 from testing.paper import GPUS, LONG, PAPER, SEQUENCES, config_of, rows_of_table3
 

@@ -6,11 +6,11 @@ import matplotlib.pyplot as plt
 from bench.papers import sppo_sizes, sppo_speed
 from bench.papers.page import COUNTED, DRY, SIMULATED, Part
 from bench.papers.sppo_speed import gpus, sppo_config
+from memo.config.formulas import layer_forward_flops
+from memo.config.layer import KEYS_VALUES, layer_of
+from memo.config.msp import helped_units
 from memo.estimate.unit_seconds import layer_seconds
-from memo.formulas import layer_forward_flops
-from memo.layer import KEYS_VALUES, layer_of
-from memo.msp import helped_units
-from memo.plots import BLUE, GREEN, GREY, ORANGE, plain
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
 from testing.paper import SPPO
 
 NAME = "SPPO"

@@ -12,17 +12,17 @@ from itertools import accumulate
 import matplotlib.pyplot as plt
 
 from bench.papers.page import SIMULATED, Part
-from memo.estimate import hardware
+from memo.config.formulas import layer_forward_terms
+from memo.config.layer import KEYS_VALUES, layer_of
+from memo.config.layout import Layout
+from memo.config.subsequences import ALIGNED, equal_flops
 from memo.estimate.unit_seconds import Block, UnitSeconds
-from memo.formulas import layer_forward_terms
-from memo.layer import KEYS_VALUES, layer_of
-from memo.layout import Layout
-from memo.plots import BLUE, GREY, ORANGE, plain
+from memo.plots.figures import BLUE, GREY, ORANGE, plain
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
 from memo.schedule.waits import schedule
-from memo.subsequences import ALIGNED, equal_flops
+from memo.system import hardware
 from testing.paper import SPPO
 
 S, LAYERS, RANKS, BF16 = SPPO["figure5"]["tokens"], 10, 8, 2

@@ -18,14 +18,14 @@ import matplotlib.pyplot as plt
 from bench.papers.page import DRY, MILLION, Part, points, thousands
 from bench.papers.rivals import MODELS, NAMES, fastest, told
 from bench.papers.sppo_sizes import FIGURE5, LAYERS, LINK, Stage
-from memo.estimate import hardware
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import GIB
 from memo.estimate.report import layout_of
 from memo.estimate.search import MODES, longest_of_layouts
 from memo.estimate.search import longest as longest_estimate
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
+from memo.system import hardware
+from memo.system.hardware import GIB
 from testing.baselines import DEEPSPEED, MEGATRON, best, longest
 from testing.paper import PAPER, SEQUENCES, SPPO, config_of, rows_of_table3
 

@@ -1,0 +1,1 @@
+"""The storage allocation problem: buffers with lifetimes get addresses."""

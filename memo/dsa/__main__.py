@@ -10,11 +10,11 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from memo.command import Arguments, end_with_reader, progress, run
+from memo.config.keys import number_of, shown
 from memo.dsa.problem import MOST_BYTES, Buffer, DsaError, NoPlacement, Problem, Solution, add_options, solve
 from memo.errors import ConfigError, reason
-from memo.files import check_other, read_table, save_bytes
-from memo.keys import number_of, shown
+from memo.system.command import Arguments, end_with_reader, progress, run
+from memo.system.files import check_other, read_table, save_bytes
 
 COLUMNS = ("id", "lower", "upper", "size")
 # the names in the first edition of the public benchmark (minimalloc)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from memo.command import Arguments
+from memo.config.keys import shown
 from memo.dsa import solvers
 from memo.errors import ConfigError
-from memo.keys import shown
+from memo.system.command import Arguments
 
 SOLVERS = tuple(solvers.METHODS)
 MOST_BYTES = 2**60  # of all buffers together

@@ -12,13 +12,13 @@ from dataclasses import Field, replace
 from math import isfinite, prod
 from pathlib import Path
 
-from memo.command import answer_early, check_alone, progress, run
-from memo.config import Config
+from memo.config.config import Config
+from memo.config.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
 from memo.errors import ConfigError
-from memo.estimate import hardware
-from memo.files import load_json
-from memo.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
-from memo.load_config import load_keys
+from memo.run.load_config import load_keys
+from memo.system import hardware
+from memo.system.command import answer_early, check_alone, progress, run
+from memo.system.files import load_json
 
 
 def figure(name: str) -> Field[Value]:
@@ -95,15 +95,15 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
 
 import json
 
-from memo.backends import check_matmul
+from memo.config.formulas import parameters, percent
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import estimate
-from memo.estimate.hardware import GIB, Machine
 from memo.estimate.regions import STATES_BYTES, granting
 from memo.estimate.report import HEADING, advice, as_dict, billions, draw_estimate, limit_of, summary, table
 from memo.estimate.search import longest, longest_of_layouts, search
-from memo.formulas import parameters, percent
+from memo.kernels.backends import check_matmul
 from memo.schedule.listing import listing
+from memo.system.hardware import GIB, Machine
 
 
 def local_vocab_size(dataset: str) -> int:

@@ -1,5 +1,5 @@
 """The arena of temporary tensors of a step: of a trace, which takes the model itself
-(memo/planner/trace_step.py), or a bound.
+(memo/run/trace_step.py), or a bound.
 """
 
 import atexit
@@ -17,14 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, NamedTuple
 
-from memo import backends
-from memo.config import SUBSEQUENCE_KEYS, Config
-from memo.dsa.solvers import libraries
-from memo.errors import ConfigError
-from memo.estimate.hardware import Machine
-from memo.files import cache_place, keep_json, kept_json
-from memo.keys import Keys
-from memo.layer import (
+from memo.config.config import SUBSEQUENCE_KEYS, Config
+from memo.config.keys import Keys
+from memo.config.layer import (
     CHUNK_ROWS,
     METP_ROWS,
     SPLIT_ROWS,
@@ -36,13 +31,18 @@ from memo.layer import (
     makes_queries_early,
     travelling,
 )
-from memo.layout import Layout
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths
+from memo.dsa.solvers import libraries
+from memo.errors import ConfigError
+from memo.kernels import backends
 from memo.planner.plan import ALIGNMENT, PLANNING_S, plan_trace
 from memo.planner.trace import Trace, parse_trace
-from memo.subsequences import subsequence_lengths
+from memo.system.files import cache_place, keep_json, kept_json
+from memo.system.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
-TRACER = "memo.planner.trace_step"
+TRACER = "memo.run.trace_step"
 
 # of shortest(), what the memory requests of a step depend on
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",

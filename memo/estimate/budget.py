@@ -9,14 +9,17 @@ from functools import cache, cached_property
 from math import inf
 from typing import NamedTuple
 
-from memo.backends import check_matmul, kernel_of
-from memo.bubbles import StageFacts, with_bubbles
-from memo.choose import Judged, choose
-from memo.config import Config
-from memo.decide import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
+from memo.config.config import Config
+from memo.config.formulas import mfu, tgs
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout, degrees
+from memo.decide import alpha
+from memo.decide.bubbles import StageFacts, with_bubbles
+from memo.decide.choose import Judged, choose
+from memo.decide.sharing import lane_bytes, shared
+from memo.decide.where import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
-from memo.estimate.hardware import GIB, Machine
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
 from memo.estimate.regions import (
     Line,
@@ -29,13 +32,10 @@ from memo.estimate.regions import (
     states,
 )
 from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
-from memo.formulas import mfu, tgs
-from memo.layer import tensors_of
-from memo.layout import Layout, degrees
-from memo.sharing import lane_bytes, shared
-from memo.swap import alpha
-from memo.swap.placement import Placement
-from memo.swap.sizes import HOST_SHARE
+from memo.kernels.backends import check_matmul, kernel_of
+from memo.memory.placement import Placement
+from memo.memory.sizes import HOST_SHARE
+from memo.system.hardware import GIB, Machine
 
 
 class Lack(NamedTuple):

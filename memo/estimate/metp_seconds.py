@@ -1,6 +1,6 @@
-"""What a unit costs by METP (memo/metp_block.py): a rank has rows of its own alone, and the matrices travel.
-What is made from these is made again in the backward. Messages that are under way together do not slow each
-other here.
+"""What a unit costs by METP (memo/layer/metp_block.py): a rank has rows of its own alone, and the matrices
+travel. What is made from these is made again in the backward. Messages that are under way together do not
+slow each other here.
 
     part      what a rank has of the MLP's matrices; a step of the MLP uses one of them, tp in all
     group     of heads, whose q, k and v exist at once
@@ -9,10 +9,10 @@ other here.
 
 from math import fsum, prod, sqrt
 
-from memo.estimate.hardware import Machine
+from memo.config.layer import head_groups, travelling
+from memo.config.layout import Layout
 from memo.estimate.roofline import MESSAGES, Cost, Unit, attention, total
-from memo.layer import head_groups, travelling
-from memo.layout import Layout
+from memo.system.hardware import Machine
 
 EVERY = "qkvpfgud"  # what the names of the layer's matrices begin with
 

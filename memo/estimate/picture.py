@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from memo.estimate.budget import Estimate
-from memo.plots import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
+from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
 
 REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "rounding_buffers": ORANGE,
                  "keys": "#b5540a", "key_gradients": "#e8a46a", "stream": "#f3cfa8", "sweep": "#f7e3cd",

@@ -5,20 +5,20 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import fsum, sqrt
 
-from memo.estimate.hardware import Machine
+from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths, unit_rows
+from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
 from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import norm_of, units_of_passes
-from memo.estimate.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
 from memo.estimate.unit_seconds import LayerSeconds
-from memo.flat import bucket_numels, layer_numel, weights_in_turns
-from memo.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
-from memo.layout import Layout
+from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
 from memo.schedule.order import keys_leave
 from memo.schedule.program import LAYER_PLACES
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
 from memo.schedule.step import Op
-from memo.subsequences import subsequence_lengths, unit_rows
+from memo.system.hardware import Machine
 
 ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, all but the gradient written
 # One part in so many of the gradients' sum, and of the parameters' way back, is always exposed: the bucket at
@@ -96,7 +96,7 @@ def optimizer_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: 
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
-    if cfg.optimizer_on_host and not machine.cpu:  # gradients and weights go over PCIe (memo/staging.py)
+    if cfg.optimizer_on_host and not machine.cpu:  # they go over PCIe (memo/states/staging.py)
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         if cfg.layers_come:
             first = sum(bucket_numels(cfg, data)[:weights_in_turns(cfg).start + LAYER_PLACES])

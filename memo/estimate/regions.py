@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from memo.choose import with_stages
-from memo.config import Config
+from memo.config.config import Config
+from memo.config.formulas import parameters
+from memo.config.layer import INPUT, layer_of, n_rows, tensors_of
+from memo.config.layout import Layout, n_communicators
+from memo.decide import alpha
+from memo.decide.choose import with_stages
 from memo.estimate.arena import fast_arena
-from memo.estimate.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from memo.flat import (
+from memo.memory.flat import (
     bucket_places,
     gradients_in_turns,
     layer_numel,
@@ -18,13 +21,10 @@ from memo.flat import (
     staged_bytes,
     weights_in_turns,
 )
-from memo.formulas import parameters
-from memo.layer import INPUT, layer_of, n_rows, tensors_of
-from memo.layout import Layout, n_communicators
+from memo.memory.placement import Placement
+from memo.memory.sizes import HOST_SHARE, Sizes, granted_bytes, shared_regions
 from memo.schedule.periods import Totals
-from memo.swap import alpha
-from memo.swap.placement import Placement
-from memo.swap.sizes import HOST_SHARE, Sizes, granted_bytes, shared_regions
+from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 
 STATES_BYTES = 12  # of a parameter: fp32 master weight and two moments
 HOST_STATES_BYTES = STATES_BYTES + 4  # with its gradient, where the optimizer lives on the host
@@ -89,7 +89,7 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
     come, leave = weights_in_turns(cfg), gradients_in_turns(cfg, micros)
     params, grads = (bucket_places(buckets, in_turns)[1] for in_turns in (come, leave))
     grads, staged = 4 * grads, 0
-    if on_host:  # see memo/staging.py
+    if on_host:  # see memo/states/staging.py
         grads += 4 * shared_numel(layout, cfg.tp)
         staged = staged_bytes(cfg, numel // data, micros, itemsize)
     else:

@@ -3,22 +3,22 @@
 from itertools import groupby
 from pathlib import Path
 
-from memo.backends import kernel_of
-from memo.command import progress
+from memo.config.formulas import parameters, percent
+from memo.config.layer import head_groups
+from memo.config.msp import shares_lines
+from memo.config.subsequences import subsequences_line
+from memo.decide.alpha import what_set_it
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena, itemsize_of
 from memo.estimate.budget import Estimate
-from memo.estimate.hardware import GIB, Machine
 from memo.estimate.picture import dry_run
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
 from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
-from memo.formulas import parameters, percent
-from memo.layer import head_groups
-from memo.msp import shares_lines
-from memo.pipeline_plot import pipeline
-from memo.subsequences import subsequences_line
-from memo.swap.alpha import what_set_it
+from memo.kernels.backends import kernel_of
+from memo.plots.pipeline import pipeline
+from memo.system.command import progress
+from memo.system.hardware import GIB, Machine
 
 
 def gib(n: int) -> str:

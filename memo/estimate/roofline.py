@@ -1,7 +1,7 @@
 """What each operation of a unit, a layer at one subsequence, costs a rank, at its own speed (hardware.py),
 and what hides of a message beside them. A unit's seconds are the sums of lists of such Costs. Attention is
 alone, in a ring, by Ulysses, or over the keys and values of all subsequences up to the unit's own
-(memo/attend.py).
+(memo/layer/attend.py).
 
 A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
 passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
@@ -15,13 +15,13 @@ from functools import lru_cache
 from math import fsum, gcd, sqrt
 from typing import NamedTuple
 
-from memo.backends import kernel_of
-from memo.config import Config
-from memo.estimate.hardware import FP8_PRODUCTS, Machine
-from memo.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
+from memo.config.config import Config
+from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
+from memo.kernels.backends import kernel_of
+from memo.system.hardware import FP8_PRODUCTS, Machine
 
-# Tensors that fused kernels read and write (memo/ops.py). A measured operation (measure.py) counts as one
-# such pass, whatever kernels it took.
+# Tensors that fused kernels read and write (memo/kernels/ops.py). A measured operation counts as one such
+# pass, whatever kernels it took.
 PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms norm backward": 4, "rotary": 2,
           "merge": 5, "swiglu forward": 3, "swiglu backward": 5, "cross entropy": 3}
 # with ops=torch on a GPU
@@ -59,14 +59,14 @@ def norm_of(cfg: Config) -> str:
 
 class Unit:
     """Sizes of a unit, and what one rank's operations on it cost. `lengths`: of several subsequences those up
-    to the unit's own. `kernel`: of attention, see memo/backends.py; `ring`: ranks that its keys and values go
-    round; `turns`: groups of heads that attention takes one after the other, each with messages of its
-    own."""
+    to the unit's own. `kernel`: of attention, see memo/kernels/backends.py; `ring`: ranks that its keys and
+    values go round; `turns`: groups of heads that attention takes one after the other, each with messages of
+    its own."""
 
-    # Tensors that FP8 products read and write (memo/fp8.py), in bf16: to round one to FP8 it is read for the
-    # largest element of each row, and again, and written at half the width; for the gradient of a weight that
-    # of the result is shifted and turned, and the input turned. What a product is added to comes behind it: a
-    # weight's gradient in fp32.
+    # Tensors that FP8 products read and write (memo/kernels/fp8.py), in bf16: to round one to FP8 it is read
+    # for the largest element of each row, and again, and written at half the width; for the gradient of a
+    # weight that of the result is shifted and turned, and the input turned. What a product is added to comes
+    # behind it: a weight's gradient in fp32.
     ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
     SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from memo.choose import LEAST_TOKENS, Judged, degrees_of, stage_keys, stage_numbers
-from memo.command import progress
-from memo.config import Config, as_keys
-from memo.decide import Room, problem_of, ways_of, with_buffers
+from memo.config.config import Config, as_keys
+from memo.config.keys import Keys, Value
+from memo.config.layout import Layout
+from memo.decide.alpha import AlphaProblem
+from memo.decide.choose import LEAST_TOKENS, Judged, degrees_of, stage_keys, stage_numbers
+from memo.decide.placing import place_rows
+from memo.decide.where import Room, problem_of, ways_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate
-from memo.estimate.hardware import Machine
-from memo.keys import Keys, Value
-from memo.layout import Layout
-from memo.swap.alpha import AlphaProblem
-from memo.swap.placing import place_rows
+from memo.system.command import progress
+from memo.system.hardware import Machine
 
 MULTIPLE = 1024  # times cp * tp: what a longest context is a multiple of
 LONGEST = 2**27  # tokens; where the search for the longest context stops

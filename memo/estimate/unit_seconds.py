@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import fsum
 
-from memo.estimate.hardware import Machine
+from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
+from memo.config.layout import Layout
+from memo.config.subsequences import subsequence_lengths
+from memo.decide.step_seconds import UnitRates
 from memo.estimate.metp_seconds import Metp
 from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, attention, dealing, total
-from memo.estimate.step_seconds import UnitRates
-from memo.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
-from memo.layout import Layout
-from memo.subsequences import subsequence_lengths
+from memo.system.hardware import Machine
 
 
 class Block(Unit):

@@ -1,5 +1,5 @@
 """The process mesh: world = pp * dp * cp * tp. tp is innermost, so that it stays inside a node; pp outermost,
-for stages send each other least. Its axes (memo/parallel/axis.py) are passed as arguments, by their role."""
+for stages send each other least. Its axes (memo/system/axis.py) are passed as arguments, by their role."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from memo.launch import Launch, connection_errors, process_group
-from memo.layout import communicators
-from memo.msp import Help, helping_pairs
-from memo.parallel.axis import FOREVER, Axis, T
+from memo.config.layout import communicators
+from memo.config.msp import Help, helping_pairs
+from memo.system.axis import FOREVER, Axis, T
+from memo.system.launch import Launch, connection_errors, process_group
 
 
 @dataclass(frozen=True)

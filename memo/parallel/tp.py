@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from memo.layer import Parameter
-from memo.matmul import Linear, Matmul, Rows
-from memo.parallel.axis import Axis, Works
-from memo.parallel.rows import chunks, cut, own_ids
+from memo.config.layer import Parameter
+from memo.kernels.matmul import Linear, Matmul, Rows
+from memo.kernels.rows import chunks, cut, own_ids
+from memo.system.axis import Axis, Works
 
 # --- pieces of rows in turns ---
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memo.parallel.axis import Axis, Hop
+from memo.system.axis import Axis, Hop
 
 
 class Visits:

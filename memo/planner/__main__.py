@@ -4,12 +4,12 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict
 
-from memo.command import Arguments, end_with_reader, progress, run
 from memo.dsa.problem import add_options
 from memo.errors import ConfigError, reason
-from memo.files import check_other, read_table, save_json
 from memo.planner.plan import Plan, plan_trace
 from memo.planner.trace import LogError, Trace, parse_trace, requests_of
+from memo.system.command import Arguments, end_with_reader, progress, run
+from memo.system.files import check_other, read_table, save_json
 
 
 def read_argv(argv: list[str]) -> Namespace:

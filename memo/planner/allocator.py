@@ -23,11 +23,11 @@ from typing import TypeVar
 
 import torch
 
-from memo.command import progress
 from memo.errors import warn
-from memo.files import cache_place, keep, kept, open_file, regular
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import LogError, Trace, parse_trace
+from memo.system.command import progress
+from memo.system.files import cache_place, keep, kept, open_file, regular
 
 Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")

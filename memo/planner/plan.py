@@ -15,8 +15,8 @@ from pathlib import Path
 
 from memo.dsa import problem, solvers
 from memo.dsa.problem import Buffer, Problem, Solution, components, lower_bound, solve, validate
-from memo.files import keep_json, kept_json
 from memo.planner.trace import OUTSIDE, WHOLE, Request, Trace, requests_of
+from memo.system.files import keep_json, kept_json
 
 ALIGNMENT = {"cpu": 64, "cuda": 512}  # bytes; what torch's own blocks have
 PLANNING_S = 10.0  # of work, for each of a run's problems; what is found by then is used

@@ -5,13 +5,13 @@ What is read and then written over, or added to, stands among the writes alone: 
 writer and for all readers since. Memory that only the compute stream touches needs no place.
 
 A copy or a message moves parts of what units have, the same at both ends. It touches the places where these
-lie. Bytes of parts: memo/swap/sizes.py; their tensors: memo/swap/buffers.py.
+lie. Bytes of parts: memo/memory/sizes.py; their tensors: memo/memory/buffers.py.
 """
 
 from collections.abc import Callable, Sequence
 from math import inf
 
-from memo.msp import Help, guest_number
+from memo.config.msp import Help, guest_number
 from memo.schedule.help import pieces_of, turns_of
 from memo.schedule.order import STREAM_PLACES
 from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place_at

@@ -1,5 +1,5 @@
-"""The steps with which stages of a pipeline compute rows for each other (memo/msp.py), in launch order: what
-a home lends to its helpers and gets back, and what a helper borrows, takes and returns. No torch.
+"""The steps with which stages of a pipeline compute rows for each other (memo/config/msp.py), in launch
+order: what a home lends to its helpers and gets back, and what a helper borrows, takes and returns. No torch.
 Source: SPPO 6.2.
 
 A helper's units are units of its own program. Of each, messages, home to helper and helper to home:
@@ -26,7 +26,7 @@ bulk of a unit travels while the unit before is computed, or the one behind.
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from memo.msp import Help, Shares, guest_number
+from memo.config.msp import Help, Shares, guest_number
 from memo.schedule.step import Moved, Op, Step, Unit
 
 HELPER_PLACES = 2  # a unit is computed in one while what the next one needs comes into the other

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from memo.msp import Shares, guest_number, guest_units
+from memo.config.msp import Shares, guest_number, guest_units
 from memo.schedule.step import Unit
 
 STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage

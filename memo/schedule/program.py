@@ -27,18 +27,18 @@ A stage of a pipeline that is not the first receives its first layer's input in 
 and sends the gradient of it; one that is not the last sends its last layer's output in the place of the head,
 and receives the gradient of that. Each message is posted while the subsequence before is computed.
 
-Where layers take turns in two places for their parameters (memo/flat.py), those of layer j come when the
-forward of layer j - 2 is done, and again in the backward when that of layer j + 2 is done, whose gradients
-leave then. The embedding is layer -1, the head the one above all; where both have one matrix, they stay.
-Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences; ZeRO (arXiv 1910.02054), stages 2 and 3,
-ZeRO-Infinity (arXiv 2104.07857) for layers that come.
+Where layers take turns in two places for their parameters (memo/memory/flat.py), those of layer j come when
+the forward of layer j - 2 is done, and again in the backward when that of layer j + 2 is done, whose
+gradients leave then. The embedding is layer -1, the head the one above all; where both have one matrix, they
+stay. Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences; ZeRO (arXiv 1910.02054), stages 2
+and 3, ZeRO-Infinity (arXiv 2104.07857) for layers that come.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memo.msp import Shares
+from memo.config.msp import Shares
 from memo.schedule.help import Helper, Home
 from memo.schedule.order import ForwardOrder, forward_order, keys_below, keys_leave
 from memo.schedule.step import Moved, Op, Step, Unit

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from memo.parallel.axis import Works
 from memo.schedule.spans import Span
+from memo.system.axis import Works
 
 
 class Mark(Protocol):

@@ -1,0 +1,1 @@
+"""What memo is compared with."""

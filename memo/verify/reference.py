@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memo.config import Config
+from memo.config.config import Config
 
 SCORES = 2**24  # products of a query and a key that exist at once: 128 MiB in fp64
 LOGITS = 2**24  # likewise of a row and a token of the vocabulary

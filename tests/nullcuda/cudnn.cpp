@@ -132,7 +132,7 @@ std::map<int64_t, std::pair<Tensor, bool>> given(const Content &graph) {
 }
 
 // Bytes that a plan takes beyond what cudnn-frontend takes for its graph. Not published; as
-// memo/backends.py assumes: where query heads share one of keys, its gradients for each query head in fp32.
+// memo/kernels/backends.py assumes: where query heads share one of keys, its gradients for each query head in fp32.
 // They are the graph's virtual results (B, H, keys, D) which a reduction sums.
 int64_t workspace_bytes(const Content &graph) {
     static const double set = setting("NULL_CUDNN_WORKSPACE_BYTES", -1);

@@ -27,11 +27,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from memo.checkpoint import Saver
+from memo.checkpoint.checkpoint import Saver
 from memo.errors import BadState, last_line
-from memo.estimate import hardware
-from memo.optim import Optimizer
-from memo.swap import slab
+from memo.memory import slab
+from memo.states.optim import Optimizer
+from memo.system import hardware
 from tests.nullcuda.watch import NULL, watching
 
 GPU = "h100-80gb"
@@ -123,9 +123,9 @@ def as_modelled(job):
         enter = stack.enter_context
         enter(patch.object(hardware, "machine", with_figures))
         enter(patch.object(slab, "available", lambda: free))
-        enter(patch("memo.run.available", lambda: free))
+        enter(patch("memo.run.prepare.available", lambda: free))
         enter(patch.object(Optimizer, "check_copies", launched_alone(Optimizer.check_copies)))
-        enter(patch("memo.checkpoint.is_finite", lambda tensor: True))
+        enter(patch("memo.checkpoint.checkpoint.is_finite", lambda tensor: True))
         if job.get("sparse"):
             enter(patch.object(slab, "mmap", SimpleNamespace(**vars(mmap) | dict(mmap=sparse_mmap))))
             enter(SparseZeros())

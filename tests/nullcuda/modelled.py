@@ -63,7 +63,7 @@ def main():
 
 def draw(trace, png):
     """The timeline of a run once more, with what it is above it."""
-    from memo.plots import STREAMS, timeline
+    from memo.plots.figures import STREAMS, timeline
     from memo.schedule.spans import Span
     spans = [Span(STREAMS[e["tid"]], e["cat"], e["name"].removeprefix("stall: "), e["ts"] / 1e6,
                   (e["ts"] + e["dur"]) / 1e6)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from memo.backends import workspaces
+from memo.kernels.backends import workspaces
 from tests.nullcuda.runs import in_process, trained
 
 # {case: (queries (B, T, H, D), heads of keys, keys, causal)}
@@ -25,7 +25,7 @@ def backwards():
     """{case: (bytes of each request of a backward, its counts)}."""
     import torch
 
-    from memo.attention import resolve_attention
+    from memo.kernels.attention import resolve_attention
     from tests.nullcuda.watch import NULL
     kernel, found = resolve_attention("cudnn", torch.device("cuda:0"), torch.bfloat16, 64), {}
     for case, (shape, kv_heads, keys, causal) in CASES.items():
@@ -57,7 +57,7 @@ def refusals():
     """{what is wrong: what torch says}."""
     import torch
 
-    from memo.attention import resolve_attention
+    from memo.kernels.attention import resolve_attention
     kernel, found = resolve_attention("cudnn", torch.device("cuda:0"), torch.bfloat16, 64), {}
 
     def said(name, q):
@@ -84,8 +84,8 @@ def work():
     another stream writes, without a wait and with one."""
     import torch
 
-    from memo.attention import resolve_attention
-    from memo.estimate import hardware
+    from memo.kernels.attention import resolve_attention
+    from memo.system import hardware
     from tests.nullcuda.watch import NULL, watching
     kernel, seconds = resolve_attention("cudnn", torch.device("cuda:0"), torch.bfloat16, 128), []
     with watching(hardware.machine("h100-80gb").speeds):
@@ -113,7 +113,7 @@ def work():
 
 def test_it_takes_its_time_and_touches_its_operands(tmp_path):
     found, flops = in_process(tmp_path, work), 4 * 16384**2 * 8 * 128
-    rates = (633e12, 640e12, 539e12)  # of memo/estimate/hardware.py, at 16K keys
+    rates = (633e12, 640e12, 539e12)  # of memo/system/hardware.py, at 16K keys
     wanted = [flops / 2 / rates[0], flops / rates[1], 2.5 * flops / 2 / rates[2]]
     assert found["seconds"] == pytest.approx(wanted, rel=0.02, abs=20e-6)
     unordered, ordered = found["races"]

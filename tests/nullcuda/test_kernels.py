@@ -47,11 +47,11 @@ def test_it_compiles_without_spilling(name, capability, tmp_path):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memo import kernels
+    from memo.kernels import fused
     function, types, constants = KERNELS[name]
     if name.startswith("FP8") and capability < 89:
         pytest.skip("there are no FP8 products")
-    kernel = getattr(kernels, f"{function}_kernel")
+    kernel = getattr(fused, f"{function}_kernel")
     signature = {n: "constexpr" if n in constants else (TENSORS | types).get(n, "i32")
                  for n in kernel.arg_names}
     # as a launch with lengths and strides of whole 16 elements specialises it
@@ -59,7 +59,7 @@ def test_it_compiles_without_spilling(name, capability, tmp_path):
              if kind == "i32" or kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, attrs=whole,
                        constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()})
-    warps = 4 if function == "turn" else kernels.warps(constants["BLOCK"] * constants.get("ROWS", 1))
+    warps = 4 if function == "turn" else fused.warps(constants["BLOCK"] * constants.get("ROWS", 1))
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps))
     assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 48 * 1024
     # ptxas decides what does not fit the registers, so PTX does not show it
@@ -74,14 +74,14 @@ def test_what_a_launch_may_ask_for_is_asked_for_at_long_contexts():
     """grid.y and grid.z end at 65,535; null CUDA refuses more, as a GPU does."""
     import torch
 
-    from memo import kernels
+    from memo.kernels import fused
     from tests.nullcuda.watch import NULL
     T, before = 2**22, NULL.counts()
     out, lse = torch.empty(1, T, 1, 8, device="cuda"), torch.empty(1, 1, T, device="cuda")
-    kernels.launch_merge(out, lse, out, lse)
-    kernels.launch_rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
-    kernels.launch_norm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0],
+    fused.launch_merge(out, lse, out, lse)
+    fused.launch_rotary(out.view(T, 8), torch.empty(T, 4, dtype=torch.complex64, device="cuda"), True)
+    fused.launch_norm_forward(out.view(T, 8), lse[0, 0, :8], None, out.view(T, 8), lse[0, 0], lse[0, 0],
                                 1e-5)
-    kernels.launch_swiglu_backward(out, out, out)
+    fused.launch_swiglu_backward(out, out, out)
     after = NULL.counts()
     assert after["launches"] >= before["launches"] + 4 and after["bad launches"] == before["bad launches"]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from memo.planner.rehearsal import rehearsed_requests
+from memo.run.rehearsal import rehearsed_requests
 from tests.nullcuda.runs import in_process
 
 
@@ -226,9 +226,9 @@ def requests():
     """A step's memory requests, recorded without Watch and with it."""
     import torch
 
-    from memo.estimate import hardware
-    from memo.layout import Layout
+    from memo.config.layout import Layout
     from memo.planner.allocator import Arena
+    from memo.system import hardware
     from model import GPT
     from tests.nullcuda.watch import watching
     cfg = Layout(n_layer=2, n_embd=256, n_head=4, block_size=1024, vocab_size=1000, attention="flash",

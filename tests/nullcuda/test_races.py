@@ -98,8 +98,8 @@ def step_races(layout):
     import torch
     import torch.distributed as dist
 
-    from memo.estimate import hardware
-    from memo.parallel.axis import Axis
+    from memo.system import hardware
+    from memo.system.axis import Axis
     from tests.nullcuda.watch import NULL, watching
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=4)
     found, messages = {}, [m for m in MESSAGES if m[0] == layout]
@@ -125,12 +125,12 @@ def two_steps(layout, axis_of):
 
     import torch
 
-    from memo.layer import layer_of
-    from memo.layout import Layout
-    from memo.optim import Optimizer
+    from memo.config.layer import layer_of
+    from memo.config.layout import Layout
+    from memo.decide.placing import placed
+    from memo.decide.sharing import even_shares
     from memo.parallel.mesh import Mesh
-    from memo.sharing import even_shares
-    from memo.swap.placing import placed
+    from memo.states.optim import Optimizer
     from model import GPT
     cfg = Layout(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
@@ -175,8 +175,8 @@ def without(what):
     from contextlib import ExitStack, nullcontext
     from unittest.mock import patch
 
-    from memo.parallel.axis import Axis, Works
     from memo.schedule.streams import CudaStream
+    from memo.system.axis import Axis, Works
     if what is None:
         return nullcontext()
     if isinstance(what, str):

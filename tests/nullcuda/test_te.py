@@ -62,7 +62,7 @@ def launches():
     """{family, matmul: {kernels: what a step launches more of with one layer more}}"""
     import torch
 
-    from memo.layout import Layout
+    from memo.config.layout import Layout
     from model import GPT
     from tests.nullcuda.watch import NULL
 

@@ -162,7 +162,7 @@ def lock_700_gib():
     """Takes, locks and copies to a host slab of 700 GiB, of which no page is touched."""
     import torch
 
-    from memo.swap.slab import HostSlab
+    from memo.memory.slab import HostSlab
     from tests.nullcuda.driver import as_modelled
     from tests.nullcuda.watch import NULL
     with as_modelled(dict(sparse=True)):

@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):
         return flops * (2.5 if way == "backward" else 1.0) / rate
 
 
-# what the kernels of memo/kernels.py write; they read the other tensors too, and each tensor once
+# what the kernels of memo/kernels/fused.py write; they read the other tensors too, and each tensor once
 KERNELS = dict(launch_norm_forward=("out", "mean", "rstd"), launch_norm_backward=("sums", "out"),
                launch_rotary=("x",), launch_merge=("out", "lse"), launch_swiglu_forward=("out",),
                launch_swiglu_backward=("gate", "up"))
@@ -205,9 +205,9 @@ UNREAD = ("launch_norm_forward out", "launch_norm_forward mean", "launch_norm_fo
 @contextmanager
 def kernels_that_tell(speeds):
     """memo's own kernels, which no dispatch mode sees."""
-    from memo import kernels
+    from memo.kernels import fused
     with ExitStack() as stack:
-        for name, real in [(name, getattr(kernels, name)) for name in KERNELS]:
+        for name, real in [(name, getattr(fused, name)) for name in KERNELS]:
             def call(*args, real=real, name=name, **more):
                 given = {k: t for k, t in zip(real.__code__.co_varnames, args, strict=False)
                          if isinstance(t, torch.Tensor)}
@@ -217,14 +217,14 @@ def kernels_that_tell(speeds):
                 amount = sum(map(nbytes, (*reads, *writes)))
                 NULL.did(name, amount / speeds.rate("memory", amount), [*((*span(t), 0) for t in reads),
                                                                         *((*span(t), 1) for t in writes)])
-            stack.enter_context(patch.object(kernels, name, call))
+            stack.enter_context(patch.object(fused, name, call))
         yield
 
 
 @contextmanager
 def te_that_tells(speeds):
     """transformer-engine's norms. Its products the library sees by itself."""
-    from memo import te
+    from memo.kernels import te
 
     def telling(name, real):
         def call(*args):

@@ -1,0 +1,1 @@
+"""Checkpoints: written while training goes on, read in any layout."""

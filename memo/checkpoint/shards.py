@@ -1,0 +1,245 @@
+"""Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which memo/checkpoint/dcp.py
+writes.
+
+DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
+run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: parse()
+takes the few opcodes that DCP writes, in time and memory proportional to a file's bytes.
+"""
+
+import pickle
+import pickletools
+from collections import namedtuple
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from struct import unpack, unpack_from
+from typing import BinaryIO, TypeVar
+
+import torch
+
+from memo.memory.views import Piece
+from memo.system.files import open_file
+
+MOST_ZIP_BYTES = 2**16  # of the directory of a zip, and of the pickle in it
+MOST_FIELDS = 16        # of an object; dimensions of a tensor
+T = TypeVar("T")
+META, FILES = (f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem"))
+CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False, EMPTY_TUPLE=())
+# how many values on the stack an opcode takes; others take all behind the mark
+TAKEN = dict(TUPLE1=1, TUPLE2=2, TUPLE3=3, APPEND=1, SETITEM=2, REDUCE=2, NEWOBJ=2, STACK_GLOBAL=2,
+             BINPERSID=1, BUILD=1)
+
+Chunk = namedtuple("Chunk", "offsets sizes file start nbytes")
+Chunk.__doc__ = """A stored box of a tensor, and where in which file its zip lies."""
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """Stands for a call of `kind`, (module, name), and the `state` of its result."""
+
+    kind: object
+    args: object
+    state: object = None
+
+
+def parse(data: bytes) -> object:
+    """Reads a pickle: pairs for a dict, a Made for a call. Errors: UnpicklingError: no checkpoint's."""
+    try:
+        stack: list = []
+        marks: list[int] = []
+        memo: dict[object, object] = {}
+        for opcode, argument, _ in pickletools.genops(data):
+            match opcode.name:
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "MEMOIZE":
+                    memo[len(memo)] = stack[-1]
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[argument] = stack[-1]
+                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
+                    stack.append(argument)
+                case "MARK":
+                    marks.append(len(stack))
+                case "EMPTY_LIST" | "EMPTY_DICT":
+                    stack.append([])
+                case "GLOBAL":
+                    stack.append(tuple(str(argument).split(" ")))
+                case "PROTO" | "FRAME" | "STOP":
+                    pass
+                case name if name in CONSTANTS:
+                    stack.append(CONSTANTS[name])
+                case name:
+                    first = len(stack) - TAKEN[name] if name in TAKEN else marks.pop()
+                    taken = stack[first:]
+                    del stack[first:]
+                    put(name, stack, taken)
+        [value] = stack
+        return value
+    except (IndexError, KeyError, AttributeError, TypeError, ValueError):
+        raise pickle.UnpicklingError("it is not a pickle of a checkpoint") from None
+
+
+def put(name: str, stack: list, taken: list) -> None:
+    """Puts on the stack what an opcode makes of the values that it has taken from there."""
+    match name:
+        case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" | "STACK_GLOBAL":
+            stack.append(tuple(taken))
+        case "SETITEM" | "SETITEMS":
+            stack[-1].extend(zip(taken[::2], taken[1::2], strict=True))
+        case "REDUCE" | "NEWOBJ":
+            stack.append(Made(*taken))
+        case "BUILD":
+            [stack[-1].state] = taken
+        case "APPEND" | "APPENDS":
+            stack[-1].extend(taken)
+        case "BINPERSID":
+            stack.append(Made("stored", *taken))
+        case _:
+            raise ValueError(name)
+
+
+# --- what it must hold ---
+
+def as_kind(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise pickle.UnpicklingError(f"a {type(value).__name__} stands where a {kind.__name__} must be")
+    return value
+
+
+def fields(value: object, module: str, name: str) -> dict[str, object]:
+    """Takes the fields of an object of the class module.name."""
+    instance = as_kind(value, Made)
+    state = as_kind(instance.state, list)
+    if instance.kind != (module, name) or len(state) > MOST_FIELDS:
+        raise pickle.UnpicklingError(f"it must hold a {name} where it holds another object")
+    return {as_kind(key, str): inner for key, inner in state}
+
+
+def count(value: object) -> int:
+    if not 0 <= as_kind(value, int) < 2**60:
+        raise pickle.UnpicklingError("it must hold whole numbers below 2**60")
+    return as_kind(value, int)
+
+
+def counts(value: object) -> tuple[int, ...]:
+    """Takes the numbers of a tuple or a torch.Size."""
+    if isinstance(value, Made) and value.kind == ("torch", "Size"):
+        value = as_kind(value.args, tuple)[0]
+    if len(as_kind(value, tuple)) > MOST_FIELDS:
+        raise pickle.UnpicklingError(f"it must hold tensors of at most {MOST_FIELDS} dimensions")
+    return tuple(map(count, as_kind(value, tuple)))
+
+
+def read_places(storage: object, files: dict[str, list[int]]) -> dict[tuple, tuple[str, int, int]]:
+    """Finds where each chunk lies: {(tensor's name, chunk's offsets): (file, first byte there, bytes)}."""
+    places, left = {}, {name: sizes[0] for name, sizes in files.items()}
+    for key, value in as_kind(storage, list):
+        index, place = fields(key, META, "MetadataIndex"), fields(value, FILES, "_StorageInfo")
+        file = as_kind(place["relative_path"], str)
+        start, nbytes = count(place["offset"]), count(place["length"])
+        if file not in files:
+            raise pickle.UnpicklingError(f"{file!r:.100} is no file of this checkpoint")
+        left[file] -= nbytes
+        if left[file] < 0 or start + nbytes > files[file][0]:  # chunks that share bytes multiply the work
+            raise pickle.UnpicklingError(f"{file!r:.100} is too short for what it must hold")
+        places[as_kind(index["fqn"], str), counts(index["offset"])] = file, start, nbytes
+    return places
+
+
+def read_chunks(name: str, tensor: dict[str, object],
+                places: dict[tuple, tuple[str, int, int]]) -> list[Chunk]:
+    """Takes the chunks of the tensor `name`, which tile it, out of `places`: each place serves once."""
+    shape, chunks = counts(tensor["size"]), []
+    for value in as_kind(tensor["chunks"], list):
+        box = fields(value, META, "ChunkStorageMetadata")
+        offsets, sizes = counts(box["offsets"]), counts(box["sizes"])
+        inside = all(first + n <= most for first, n, most in zip(offsets, sizes, shape, strict=True))
+        place = places.pop((name, offsets), ("", 0, -1))
+        if not inside or 4 * prod(sizes) > place[2]:
+            raise pickle.UnpicklingError(f"a piece of {name!r:.100} does not fit into its place")
+        chunks.append(Chunk(offsets, sizes, *place))
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+        raise pickle.UnpicklingError(f"{name!r:.100} has not the pieces that it must have")
+    return chunks
+
+
+# --- reading ---
+
+class Reader:
+    """Reads the tensors of a checkpoint. `shapes`: {name: shape}."""
+
+    def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
+        """Reads `metadata`. `files`: {name: [bytes, ...]}. Errors: UnpicklingError, and any other."""
+        # a piece takes eight times as much in its shard
+        most = min(2**28, 2**21 + sum(size for size, *_ in files.values()) // 8)
+        with open(open_file(path / metadata), "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise pickle.UnpicklingError(f"beside its shards it must be at most {most:,} bytes long")
+        self.path, top = path, fields(parse(data), META, "Metadata")
+        places = read_places(top["storage_data"], files)
+        tensors = {as_kind(name, str): fields(value, META, "TensorStorageMetadata")
+                   for name, value in as_kind(top["state_dict_metadata"], list)}
+        self.chunks = {name: read_chunks(name, tensor, places) for name, tensor in tensors.items()}
+        self.shapes = {name: counts(tensor["size"]) for name, tensor in tensors.items()}
+
+    def read(self, pieces: list[Piece]) -> None:
+        """Fills the `pieces` in place. Errors: pickle.UnpicklingError, and any other exception."""
+        for piece in pieces:
+            missing = piece.tensor.numel()
+            for chunk in self.chunks[piece.name] if missing else ():
+                ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(
+                    piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)]
+                if all(first < end for first, end in ends):
+                    to, of = (tuple(slice(first - at, end - at) for (first, end), at in zip(
+                        ends, box.offsets, strict=True)) for box in (piece, chunk))
+                    part = read_chunk(self.path, chunk)[of]
+                    piece.tensor.detach()[to].copy_(part)
+                    missing -= part.numel()
+            if missing:
+                raise ValueError(f"{missing} elements of {piece.name} are missing")
+
+
+def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
+    """Reads the tensor of a chunk. Errors: pickle.UnpicklingError: there is no fp32 tensor of its sizes."""
+    with open(open_file(path / chunk.file), "rb") as file:
+        end, places = chunk.start + chunk.nbytes, zip_places(file, chunk)
+        match parse(read_at(file, places.get("data.pkl", end), MOST_ZIP_BYTES)):
+            case Made(kind=("torch._utils", "_rebuild_tensor_v2"), args=(
+                    Made(kind="stored", args=("storage", ("torch", "FloatStorage"), key, _, numel)),
+                    first, size, strides, *_)) if counts(size) == chunk.sizes:
+                numel, first, strides = count(numel), count(first), counts(strides)
+                begin = places.get(f"data/{as_kind(key, str)}", end)
+            case _:
+                raise pickle.UnpicklingError("it is not the tensor that it must be")
+        last = first + sum((n - 1) * step for n, step in zip(chunk.sizes, strides, strict=True))
+        if last >= numel or begin + 4 * numel > end:
+            raise pickle.UnpicklingError("its place is shorter than the tensor")
+        values = torch.empty(numel)
+        file.seek(begin)
+        if file.readinto(memoryview(values.numpy()).cast("B")) != 4 * numel:
+            raise OSError("the file was cut short")
+    return values.as_strided(chunk.sizes, strides, first)
+
+
+def zip_places(file: BinaryIO, chunk: Chunk) -> dict[str, int]:
+    """Finds {name: where its bytes begin} in a chunk's zip, as torch writes it: uncompressed, in one folder,
+    with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
+    end, *_, nbytes, at = unpack("<4sQHHIIQQQQ", read_at(file, chunk.start + chunk.nbytes - 98, 56))
+    if end != b"PK\6\6" or nbytes > MOST_ZIP_BYTES:
+        raise pickle.UnpicklingError("it is no zip of torch")
+    directory, places, i = read_at(file, chunk.start + at, nbytes), {}, 0
+    while i < len(directory):
+        packed, n, extra, comment, header = unpack_from("<10xH16xHHH8xI", directory, i)
+        if packed:
+            raise pickle.UnpicklingError("it must not be compressed")
+        before = sum(unpack_from("<26xHH", read_at(file, chunk.start + header, 30)))
+        name = directory[i + 46:i + 46 + n].decode()
+        places[name.partition("/")[2]] = chunk.start + header + 30 + before
+        i += 46 + n + extra + comment
+    return places
+
+
+def read_at(file: BinaryIO, start: int, nbytes: int) -> bytes:
+    file.seek(start)
+    return file.read(nbytes)

@@ -1,0 +1,50 @@
+"""The formulas of MEMO, section 5.1: parameters, model FLOPs, TGS and MFU."""
+
+from memo.config.layer import layer_of
+from memo.config.settings import Settings
+
+
+def parameters(cfg: Settings) -> int:
+    """Counts P, all matrices' elements, a tied head's once; for GPT 12 L C^2 + V C. Source: MEMO 5.1."""
+    tables = 1 if cfg.tie_embeddings else 2
+    return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
+
+
+def flops_per_sample(cfg: Settings) -> int:
+    """Counts a sequence's model FLOPs, forward and backward: 6 S P, without an embedding that is only looked
+    up, + 6 L H D S^2 of attention under the causal mask (without it: twice that). Source: MEMO 5.1."""
+    S, looked_up = cfg.block_size, 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
+    return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
+
+
+def layer_forward_flops(cfg: Settings, tokens: int) -> int:
+    """Counts a layer's FLOPs, forward, on the first `tokens` t: 2 E t of its matrices' E elements + 2 H D t^2
+    of causal attention. Source: MEMO 5.1."""
+    linear, square = layer_forward_terms(cfg)
+    return linear * tokens + square * tokens**2
+
+
+def layer_forward_terms(cfg: Settings) -> tuple[int, int]:
+    """Computes (2 E, 2 H D), see layer_forward_flops."""
+    return 2 * layer_of(cfg).matrix_elements, 2 * cfg.n_head * cfg.head_width
+
+
+def head_share(cfg: Settings) -> float:
+    """Divides the FLOPs of the head by those of a layer."""
+    return 2 * cfg.block_size * cfg.vocab_size * cfg.n_embd / layer_forward_flops(cfg, cfg.block_size)
+
+
+def tgs(tokens: int, gpus: int, seconds: float) -> float:
+    """Computes tokens per GPU and second. Source: MEMO 5.1."""
+    return tokens / (gpus * seconds)
+
+
+def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None) -> float | None:
+    """Computes the model FLOPs utilisation, 1 is all of the peak; None without a peak. Source: MEMO 5.1."""
+    if peak_flops_per_s is None:
+        return None
+    return tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
+
+
+def percent(fraction: float | None) -> str:
+    return "n/a" if fraction is None else f"{100 * fraction:.1f}%"

@@ -1,0 +1,321 @@
+"""What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward,
+and the operation that makes each of them. One value per family of models; all else reads it. No torch.
+
+Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
+What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
+skeletal tensor but `lse` a range of rows is contiguous. Source: MEMO 3.1 and 4.1.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import gcd, prod
+
+from memo.config.settings import Settings
+
+# what bounds the temporary tensors of a layer and of the head
+CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
+GROUP_ELEMENTS = 2**26  # elements of a (B, T, heads, D) tensor in attention, which goes by groups of heads
+METP_ELEMENTS = 2**24  # of q in a group of heads of METP; with the ring's tensors about 8 times as many
+METP_ROWS = 2**14  # of METP's products; fewer would read and write the matrices' fp32 gradients too often
+HEAD_ROWS = 1024  # tokens whose logits exist at once, on a CPU; on a GPU up to MORE_HEAD_ROWS times as many
+MORE_HEAD_ROWS = 8  # the head's gradient, fp32, is read and written once for so many tokens
+HEAD_BYTES = 2**30  # of the logits of more than HEAD_ROWS tokens, with their softmax and gradient
+SPLIT_ROWS = 256  # rows are swapped and recomputed in multiples: smaller products may differ in their bits
+
+# the skeletal tensors that every family has: the layer's input, attention's output
+INPUT, ATTENTION = "x", "attn_out"
+KEYS_VALUES = "k", "v"  # what later tokens read; with several subsequences it has memory of its own
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Describes a parameter. `shape`: whole. `split_dim`: the dim along which the tp ranks share it; None:
+    each holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
+
+    shape: tuple[int, ...]
+    split_dim: int | None = None
+    init: str = "normal"
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        return tuple(n // tp if dim == self.split_dim else n for dim, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Describes what makes a skeletal tensor, or the output of the layer.
+
+    kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
+    each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
+    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result. `gated`:
+    what goes in is the product of two tensors, silu(first) * second, made for it, and for its backward again.
+    """
+
+    kind: str
+    reads: str
+    takes: int
+    gives: int
+    rotary: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Skeletal:
+    """Describes one row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32
+    statistic a token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns,
+    otherwise by tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it,
+    for it is read by nothing else; the statistic <name>_scale belongs to it (memo/kernels/fp8.py).
+
+    `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
+    each from what is there by then: what one group costs depends on no other. None: always swapped.
+    `made_by`: the operation that makes the group, on the group's first tensor.
+    """
+
+    name: str
+    width: int = 0
+    split: bool = False
+    per_head: bool = False
+    group: str | None = None
+    made_by: Operation | None = None
+    fp8: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Names the dtype as torch does; empty: that of the run."""
+        return "float8_e4m3fn" if self.fp8 else "" if self.width else "float32"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A skeletal tensor of one layer at the shape of a run. `dtype`, `group`: see Skeletal."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    group: str | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Describes a layer. `parameters`: {name: Parameter}. `skeletal`: in the order in which the forward
+    makes the tensors. `operations`: of the forward, in order, but for attention; the last one makes the
+    next layer's input. `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
+
+    parameters: dict[str, Parameter]
+    skeletal: tuple[Skeletal, ...]
+    operations: tuple[Operation, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def groups(self) -> dict[str, Operation]:
+        """Finds {group: the operation that rebuilds it}, in the order of the forward."""
+        return {t.group: t.made_by for t in self.skeletal if t.group and t.made_by}
+
+    @property
+    def keys(self) -> tuple[Operation, ...]:
+        """Lists what makes keys and values where these are in no group."""
+        return tuple(t.made_by for t in self.skeletal if t.name in KEYS_VALUES and not t.group and t.made_by)
+
+    @property
+    def head_norms(self) -> bool:
+        """Says whether q and k are normed head by head, each time that attention takes them."""
+        return "q_norm_w" in self.parameters
+
+    @cached_property
+    def matrix_elements(self) -> int:
+        return sum(prod(p.shape) for p in self.parameters.values() if len(p.shape) == 2)
+
+    def tensors(self, B: int, T: int, itemsize: int, tp: int = 1) -> dict[str, Tensor]:
+        """Finds {name: Tensor} of B sequences, T tokens of each on a rank of cp; `itemsize` in bytes."""
+        tensors, N, sizes = {}, B * T // tp, {"": itemsize, "float32": 4, "float8_e4m3fn": 1}
+        for t in self.skeletal:
+            whole_rows = (N, *[tp] * t.split, *[t.width // (tp if t.split else 1)] * (t.width > 0))
+            per_head = (B, self.heads // tp, T) if t.split else (B, self.heads, T // tp)
+            shape = per_head if t.per_head else whole_rows
+            tensors[t.name] = Tensor(prod(shape) * sizes[t.dtype], shape, t.dtype, t.group)
+        return tensors
+
+
+# --- the families ---
+
+def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
+                       qk_norm: bool) -> dict[str, Parameter]:
+    """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
+    def whole(n: int, init: str) -> Parameter:
+        return Parameter((n,), None, init)
+    parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
+                  "proj_w": Parameter((C, Q), 1, "residual")}
+    if mlp == "gelu":
+        parameters |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
+    else:
+        parameters |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
+                       "down_w": Parameter((C, F), 1, "residual")}
+    if bias or qkv_bias:
+        parameters |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
+                       "v_b": Parameter((KV,), 0, "zeros")}
+    if bias:
+        parameters["fc1_b"] = Parameter((F,), 0, "zeros")
+        parameters |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
+    parameters |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
+    if qk_norm:  # over the D elements of each head, the same for all heads
+        parameters |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
+    return parameters
+
+
+@cache  # a search asks for the same one thousands of times
+def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
+                  bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, rope: bool = False,
+                  metp: bool = False, subsequences: bool = False, fp8: bool = False) -> Layer:
+    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
+
+    mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
+    again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
+    metp: only `mid` is kept of what is made from matrices that travel, and travel again in the backward.
+    subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
+    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8.
+    """
+    Q, KV = H * D, Hkv * D
+    statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
+
+    def product_input(name: str, width: int, made_by: Operation, split: bool = False) -> list[Skeletal]:
+        scale = Skeletal(f"{name}_scale", split=split, group=name)
+        return [Skeletal(name, width, split, group=name, made_by=made_by, fp8=fp8), *[scale] * fp8]
+
+    def normed(number: int, reads: str) -> list[Skeletal]:
+        name = f"ln{number}_out"
+        return [*product_input(name, C, Operation("norm", reads, C, C)),
+                *(Skeletal(f"ln{number}_{statistic}", group=name) for statistic in statistics)]
+
+    def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
+        return Skeletal(name, gives, True, group=name, made_by=Operation("column", reads, C, gives, rotary))
+    turned = rope and not qk_norm  # with norms per head q and k are kept as they were before these
+    if mlp == "gelu":
+        hidden = [columns("fc1_out", "ln2_out", F),
+                  *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True)]
+        output = Operation("row", "gelu_out", F, C)
+    else:
+        hidden = [columns(name, "ln2_out", F) for name in ("gate_out", "up_out")]
+        output = Operation("row", "gate_out up_out", F, C, gated=True)
+    skeletal = (
+        Skeletal(INPUT, C),
+        Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
+        Skeletal("lse", split=True, per_head=True),
+        *normed(1, INPUT),
+        columns("q", "ln1_out", Q, turned), columns("k", "ln1_out", KV, turned), columns("v", "ln1_out", KV),
+        Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, Q, C)),  # x + attention's branch
+        *normed(2, "mid"),
+        *hidden)
+    operations = (*(t.made_by for t in skeletal if t.made_by), output)
+    if subsequences:
+        skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
+    if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
+        kept = INPUT, ATTENTION, "lse", "mid", *(KEYS_VALUES if subsequences else ())
+        skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
+    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
+    return Layer(parameters, skeletal, operations, H, Hkv, D)
+
+
+def layer_of(cfg: Settings) -> Layer:
+    return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
+                         cfg.n_subsequences > 1, cfg.matmul == "fp8")
+
+
+# --- the shape of a run ---
+
+def tensors_of(cfg: Settings, itemsize: int) -> dict[str, Tensor]:
+    """Finds {name: Tensor} of one layer on one rank of a config."""
+    return layer_of(cfg).tensors(cfg.batch_size, cfg.block_size // cfg.cp, itemsize, cfg.tp)
+
+
+def groups_of(tensors: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Lists the tensors of each group: {group: names}, in their order."""
+    groups = dict.fromkeys(t.group for t in tensors.values() if t.group)
+    return {group: [name for name, t in tensors.items() if t.group == group] for group in groups}
+
+
+def n_rows(cfg: Settings) -> int:
+    return cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
+
+
+def logit_bytes(itemsize: int, fused: bool) -> int:
+    """Counts the bytes of a logit with its softmax and its gradient, on a GPU. Fused kernels make all of them
+    in one place, in the run's dtype; torch's have the softmax in fp32, which in fp32 becomes the gradient."""
+    return itemsize if fused else 8
+
+
+def head_rows(V: float, nbytes: int, cpu: bool) -> int:
+    """Says for how many tokens logits exist at once: V columns on a rank, `nbytes` each."""
+    if cpu:
+        return HEAD_ROWS
+    return HEAD_ROWS * min(MORE_HEAD_ROWS, max(1, int(HEAD_BYTES // (V * nbytes * HEAD_ROWS))))
+
+
+def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int = 1) -> int:
+    """Counts the query heads that attention takes at a time, a multiple of `multiple`: GROUP_ELEMENTS
+    bounds (rows, heads, D), and shares_heads() holds."""
+    if rows * D * heads <= GROUP_ELEMENTS:
+        return heads
+    fitting = [n for n in range(multiple, heads + 1, multiple) if shares_heads(n, sharing)]
+    return max((n for n in fitting if rows * D * n <= GROUP_ELEMENTS), default=fitting[0])
+
+
+def head_groups(cfg: Settings) -> int:
+    """Counts METP's groups of query heads, whose q, k and v exist one after the other: cfg.head_groups, or
+    the fewest with METP_ELEMENTS or less in q, two of each tp rank where there are as many heads of keys:
+    hardly anything is computed while the first one's matrices come."""
+    if cfg.head_groups != "auto":
+        return cfg.head_groups
+    possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)
+    least = max(cfg.tp, min(2 * cfg.tp, cfg.kv_heads))
+    elements = n_rows(cfg) // cfg.n_subsequences * cfg.n_head * cfg.head_width  # of a unit
+    return next((n for n in possible if n >= least and elements // n <= METP_ELEMENTS), possible[-1])
+
+
+def makes_queries_early(cfg: Settings) -> bool:
+    """Says whether METP's backward makes the next group's queries, and keys and values two groups ahead,
+    beside the own block: in a ring of two ranks, unless its groups are as large as can be."""
+    return cfg.token_ranks == 2 < head_groups(cfg)
+
+
+def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
+    """Lists into how many groups H query heads can be cut, ascending: equally many in each, all of one tp
+    rank, which share the Hkv heads of keys evenly."""
+    return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
+
+
+def travelling(cfg: Settings) -> tuple[dict[str, int], dict[str, int]]:
+    """Counts what METP sends between the ranks of tp: ({parameter: elements of a rank's part} of the MLP,
+    {parameter: elements of a group of heads}); {} where it sends none."""
+    if not cfg.metp or cfg.tp == 1:
+        return {}, {}
+    layer, groups = layer_of(cfg), head_groups(cfg)
+    elements = {name: prod(p.shape) for name, p in layer.parameters.items() if p.split_dim is not None}
+    part = {name: n // cfg.tp for name, n in elements.items() if name[0] not in "qkvp"}
+    key_groups = min(groups, layer.kv_heads)
+    return part, {name: n // (key_groups if name[0] in "kv" else groups) for name, n in elements.items()
+                  if name not in part}
+
+
+def keys_dealt(cfg: Settings) -> int:
+    """Counts how often each head of keys lies in the pieces of all ranks of cp that attention over a
+    prefix reads: Ulysses deals whole heads, each rank at least one."""
+    ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
+    return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
+
+
+def shares_heads(heads: int, sharing: int) -> bool:
+    """Says whether a group of `heads` query heads, of which `sharing` read one head of keys, has all that
+    read some, or an equal part of those that read one."""
+    return heads % sharing == 0 or sharing % heads == 0
+
+
+def group_heads(cfg: Settings, S: int | None = None) -> int:
+    """Counts the query heads that attention takes at a time, of S tokens of each sequence, by default all."""
+    rows = cfg.batch_size * (S or cfg.block_size) // cfg.cp
+    if cfg.metp:
+        return heads_at_once(rows // cfg.tp, cfg.head_width, cfg.n_head // head_groups(cfg),
+                             sharing=cfg.n_head // cfg.kv_heads)
+    multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
+    return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)

@@ -1,0 +1,168 @@
+"""How a config is laid out: what was decided, which layers a stage has, how many ranks share what, and the
+communicators that they need. No torch; memo/parallel/mesh.py puts ranks on axes."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+from memo.config.config import CHOSEN_KEYS, Config, as_keys
+from memo.config.formulas import head_share
+from memo.config.keys import Value
+from memo.config.msp import Shares
+from memo.errors import ConfigError
+
+# torch's pool has 32 streams of that priority, one for a checkpoint's copies; streams.py has the other pool
+MOST_COMMUNICATORS = 31
+LANES = 2  # communicators of two stages that compute for each other: one for each direction
+
+
+@dataclass(frozen=True)
+class Layout(Config):
+    """Holds a config with what was decided: stages, subsequences, where states are, this rank's stage, what
+    stages compute for each other. Where it still says "auto", cuts are equal, and one stage goes by layer."""
+
+    pp: int = 1
+    subsequences: int = 1
+    states: str = "device"
+    stage: int = 0
+    shares: Shares = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert "auto" not in (self.pp, self.subsequences, self.states)
+
+    @classmethod
+    def of(cls, config: Config, **decided: Value) -> Self:
+        """Lays out `config` with keys `decided`; else stage 0 of 1, 1 subsequence, states on the device."""
+        keys = {name: value for name, value in (as_keys(config) | decided).items()
+                if name not in CHOSEN_KEYS or value != "auto"}
+        return cls(**keys)
+
+    @classmethod
+    def whole(cls, config: Config, **changed: Value) -> Self:
+        """Lays out the model of `config` in one stage, with the keys that are `changed`."""
+        return cls.of(config, pp=1, msp=False, **changed)
+
+    def of_rank(self, rank: int, world: int) -> Self:
+        """Lays out one of `world` ranks, of which those of a stage follow each other."""
+        return replace(self, stage=rank // (world // self.pp))
+
+    @property
+    def every_stage(self) -> list[Self]:
+        return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Counts the layers of each stage."""
+        return layers_of_stages(self.n_layer, self.pp, head_share(self))
+
+    @property
+    def layers(self) -> range:
+        """Numbers the layers of this rank's stage in the whole model."""
+        depths, k = self.depths, self.stage
+        return range(sum(depths[:k]), sum(depths[:k + 1]))
+
+    @property
+    def has_embedding(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Says whether this rank's stage is the last, which has the final norm and the head."""
+        return self.stage == self.pp - 1
+
+    @property
+    def stage_kind(self) -> tuple[bool, bool, int]:
+        """Tells stages apart: (has it the embedding, has it the head, how many layers)."""
+        return self.has_embedding, self.has_head, len(self.layers)
+
+    @property
+    def ties_stages(self) -> bool:
+        """Says whether the first and the last stage hold the same matrix, the embedding's and the head's."""
+        return self.pp > 1 and self.tie_embeddings
+
+    @property
+    def by_layer(self) -> bool:
+        return self.subsequences == 1 or (self.unit_order != "subsequence" and self.pp == 1)
+
+    @property
+    def layers_come(self) -> bool:
+        """Says whether a layer's parameters come to the device for each pass, and its gradients leave."""
+        return self.states != "device"
+
+    @property
+    def edges_come(self) -> bool:
+        """Says whether embedding and head come: not where both ends need the one matrix. Beside a single
+        layer they stay (memo/schedule/program.py: coming)."""
+        return self.layers_come and not self.tie_embeddings
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Says whether master weights, moments and steps are the host's."""
+        return self.optimizer_device == "cpu" or self.states == "host"
+
+
+@lru_cache(64)
+def layers_of_stages(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """Counts the layers of `pp` stages, at least one each, for equal FLOPs: the last stage has the head,
+    worth `head` layers; looking up the embedding takes none. Source: SPPO 3.3."""
+    if pp == 1:
+        return layers,
+
+    def longest(last: int) -> float:
+        return max(-(-(layers - last) // (pp - 1)), last + head)
+    # of equally good cuts, take the one where the last stage has most
+    last = min(range(layers - pp + 1, 0, -1), key=longest)
+    each, more = divmod(layers - last, pp - 1)
+    return *(each + (k < more) for k in range(pp - 1)), last
+
+
+def degrees(cfg: Config, world: int) -> int:
+    """Finds dp. Errors: ConfigError: the layout does not fill the world, or batches cannot be shared out."""
+    ranks = cfg.pp * cfg.cp * cfg.tp  # that share a model
+    dp = max(1, world // ranks)
+    if dp * ranks != world:
+        pp, also = (text * (cfg.pp > 1) for text in (f"pp({cfg.pp})*", "pp, "))
+        raise ConfigError(f"{pp}dp({dp})*cp({cfg.cp})*tp({cfg.tp}) != WORLD_SIZE({world}); start it with "
+                          f"torchrun --nproc_per_node={ranks} (or a multiple) on one node, or "
+                          f"change {also}tp or cp")
+    if (given := cfg.micro_batches(dp)) % dp:
+        raise ConfigError(f"gradient_accumulation_steps={given} % dp={dp} != 0 (a step's micro batches are "
+                          f"dealt to the dp ranks); try auto, or "
+                          f"--gradient_accumulation_steps={-(-given // dp) * dp}")
+    return dp
+
+
+def communicators(tp: int, cp: int, dp: int, metp: bool = False, pp: int = 1,
+                  layers_come: bool = False) -> dict[str, str]:
+    """Lists {axis: the axis whose communicator carries its messages} of the axes with several ranks, but for
+    a pipeline's neighbours. Each has its own, for a communicator does what it is given in order; only `world`
+    shares that of an axis with the same ranks: it sums scalars when the other has nothing under way."""
+    sizes = dict(tp=tp, hops=tp if metp else 1, cp=cp * tp if metp else cp, data=dp * cp,
+                 shards=dp * cp if layers_come else 1, world=pp * dp * cp * tp)
+    carriers = {name: name for name, size in sizes.items() if size > 1}
+    for name in ("tp", "data"):
+        if 1 < sizes[name] == sizes["world"]:
+            carriers["world"] = name
+    return carriers
+
+
+def n_communicators(cfg: Layout, world: int) -> int:
+    """Counts a rank's communicators between GPUs: of its axes; two with each neighbour of a pipeline; one for
+    gradients of a matrix that the first and last stage hold. LANES for each helper are made later."""
+    dp, neighbours = world // (cfg.pp * cfg.cp * cfg.tp), (not cfg.has_embedding) + (not cfg.has_head)
+    carriers = set(communicators(cfg.tp, cfg.cp, dp, cfg.metp, cfg.pp, cfg.layers_come).values())
+    return len(carriers) + 2 * neighbours + (cfg.ties_stages and neighbours < 2)
+
+
+def check_streams(cfg: Layout, world: int) -> None:
+    """Raises ConfigError where communicators outnumber streams: two on one might hold each other up in a
+    circle. With msp each stage may compute for each other one."""
+    if not cfg.msp:  # without it a stage has few
+        return
+    most = LANES * (cfg.pp - 1) + max(n_communicators(stage, world) for stage in cfg.every_stage)
+    if most > MOST_COMMUNICATORS:
+        fits = cfg.pp - -(-(most - MOST_COMMUNICATORS) // LANES)
+        raise ConfigError(f"pp={cfg.pp} with msp=True needs {most} communicators on a GPU, there are streams "
+                          f"for {MOST_COMMUNICATORS} (each needs one of its own); try pp={fits} or less, or "
+                          "leave msp out")

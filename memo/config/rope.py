@@ -1,0 +1,122 @@
+"""Rotary positions beyond the length that a model was trained at: `rope_scaling`, as a config.json of Hugging
+Face writes it. Without torch.
+
+Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by
+one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv
+2407.21783, and the reference code of its release).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+from memo.config.keys import Value
+from memo.errors import ConfigError
+
+# {rope_type: {what it needs and may have: default, or None where it must be given}}
+SCALINGS: dict[str, dict[str, float | None]] = {
+    "linear": dict(factor=None),
+    "llama3": dict(factor=None, low_freq_factor=None, high_freq_factor=None,
+                   original_max_position_embeddings=None),
+    "yarn": dict(factor=None, original_max_position_embeddings=None, attention_factor=0.0, beta_fast=32.0,
+                 beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
+}
+LEAST = dict(factor=1, original_max_position_embeddings=1)
+ASCENDING = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+MAY_BE_0 = ("mscale", "mscale_all_dim")  # which then count for nothing
+EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
+          '"original_max_position_embeddings": 8192}\'')
+
+
+def parse_scaling(text: str) -> dict[str, Value]:
+    """Reads the key rope_scaling, JSON, fills in every default; {} where it is empty. Errors: ConfigError."""
+    if not text:
+        return {}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise ConfigError(f"rope_scaling={text!r:.100} must be a JSON object, {EXAMPLE}")
+    return checked_scaling(given, "rope_scaling")
+
+
+def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
+    """Fills every default into `given`; {} where it scales nothing. Errors: ConfigError."""
+    given = {k: v for k, v in given.items() if v is not None}
+    kind = given.pop("rope_type", None) or given.pop("type", "default")
+    given.pop("type", None)  # the older name of rope_type
+    if kind == "default" and not given:
+        return {}
+    if kind == "default":
+        raise ConfigError(f"{where}: {str(min(given))!r:.100} needs a rope_type, {EXAMPLE}")
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise ConfigError(f"{where}: rope_type={kind!r:.100} must be one of {', '.join(SCALINGS)}")
+    known = SCALINGS[kind]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
+    if lacking := [name for name, default in known.items() if default is None and name not in given]:
+        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {EXAMPLE}")
+    for name, value in given.items():
+        if name == "truncate":
+            right, rule = type(value) is bool, "true or false"
+        else:
+            least = LEAST.get(name, 0)
+            right = type(value) in (int, float) and least <= value < 2**31 and (value or name in MAY_BE_0)
+            bound = f"at least {least}" if least or name in MAY_BE_0 else "above 0"
+            rule = f"a number, {bound} and below 2**31"
+        if not right:
+            raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
+    scaling = dict(rope_type=kind, **known | given)
+    if kind in ASCENDING:
+        low, high = ASCENDING[kind]
+        if not scaling[low] < scaling[high]:
+            raise ConfigError(f"{where}: {low}={scaling[low]} must be below {high}={scaling[high]}")
+    return scaling
+
+
+def scaled(D: int, theta: float, scaling: Mapping[str, Value]) -> tuple[list[float], float]:
+    """Computes ([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies rotated vectors)."""
+    pairs = range(D // 2)
+    match scaling.get("rope_type"):
+        case None:
+            return [1.0] * len(pairs), 1.0
+        case "linear":
+            return [1 / scaling["factor"]] * len(pairs), 1.0
+        case "llama3":
+            return [llama3_multiplier(theta ** (-2 * j / D), scaling) for j in pairs], 1.0
+    return yarn_multipliers(D, theta, scaling), attention_factor(scaling)
+
+
+def llama3_multiplier(frequency: float, scaling: Mapping[str, Value]) -> float:
+    """Slows slow pairs by `factor`, fast ones not, those between by a part."""
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    plain = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return float(plain + (1 - plain) / scaling["factor"])
+
+
+def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Value]) -> list[float]:
+    """Slows pairs by `factor` that turn less than beta_slow times in the original length, those not that
+    turn more than beta_fast times, those between by a part, by their number j."""
+    def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
+        return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
+            2 * math.log(theta))
+    first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    width = last - first or 0.001
+    slowed = [min(1.0, max(0.0, (j - first) / width)) for j in range(D // 2)]
+    return [1 - part + part / scaling["factor"] for part in slowed]
+
+
+def attention_factor(scaling: Mapping[str, Value]) -> float:
+    """Finds what multiplies rotated queries and keys: more tokens want a sharper softmax."""
+    def sharper(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0
+    if scaling["attention_factor"]:
+        return float(scaling["attention_factor"])
+    if scaling["mscale"] and scaling["mscale_all_dim"]:
+        return sharper(scaling["mscale"]) / sharper(scaling["mscale_all_dim"])
+    return sharper(1.0)

@@ -1,0 +1,73 @@
+"""The texts of a Parquet file. Its library believes the sizes that a file gives, and may crash: it reads in a
+process of its own, within bounds."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from memo.errors import ConfigError, last_line, reason
+from memo.system.files import TRIAL_BYTES, TRIAL_S, command_of, limit_process
+
+MOST_BYTES = 2**26  # of a row
+MOST_ROWS, BATCH_BYTES = 256, 2**24  # in memory at once, about
+ERROR = b"\xff" * 8  # stands where a text's length would
+
+
+def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
+    """Yields the texts of `column`, in UTF-8, but for empty ones. Errors: ConfigError."""
+    with subprocess.Popen(command_of("memo.data.parquet", "send", str(path), column),
+                          stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          env=os.environ | dict(ARROW_DEFAULT_MEMORY_POOL="system")) as reader:
+        assert reader.stdout
+        try:
+            while length := reader.stdout.read(8):
+                if length == ERROR:
+                    raise ConfigError(reader.stdout.read().decode())
+                text = reader.stdout.read(nbytes := int.from_bytes(length, "little"))
+                if len(text) < nbytes:  # it ended in its midst
+                    break
+                yield text
+            if reader.wait():
+                raise ConfigError(f"source={path} cannot be loaded (to read it takes more than {TRIAL_S} s "
+                                  f"and one a MiB, or {TRIAL_BYTES >> 30} GiB of memory); write it as .jsonl")
+        finally:
+            reader.kill()
+
+
+def send(path: str, column: str) -> None:
+    """Writes the texts to stdout, each behind its length, and behind ERROR what is wrong."""
+    with open(1, "wb", closefd=False) as out:
+        try:
+            for text in read_texts(path, column):
+                out.write(len(text).to_bytes(8, "little") + text)
+        except MemoryError:
+            raise
+        except Exception as e:
+            why = f"source={path} cannot be loaded ({type(e).__name__}: {reason(e)}); give a whole file"
+            if isinstance(e, (ConfigError, ModuleNotFoundError)):
+                why = last_line(e) or why
+            out.write(ERROR + why.encode(errors="replace"))
+
+
+def read_texts(path: str, column: str) -> Iterator[bytes]:
+    """Reads parquet_texts() in this process. Errors: ConfigError; what the library raises."""
+    import pyarrow.parquet  # takes half a second: only where it is needed
+    limit_process(os.stat(path).st_size)
+    file, more = pyarrow.parquet.ParquetFile(path, buffer_size=2**16), "give another --text_key"
+    if column not in (names := file.schema_arrow.names):
+        names = ", ".join(names)
+        raise ConfigError(f"{path}: text_key={column} must be one of the columns ({names:.300}); {more}")
+    about = file.metadata
+    nbytes = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+    rows = min(MOST_ROWS, BATCH_BYTES * about.num_rows // max(1, nbytes) + 1)
+    for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+        for text in batch.column(0).drop_null().to_pylist():
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise ConfigError(f"{path}: text_key={column} must hold text, not {kind}; {more}")
+            if len(data := text.encode()) > MOST_BYTES:
+                raise ConfigError(f"{path}: a row must have at most {MOST_BYTES} bytes; split it")
+            if data:
+                yield data

@@ -1,0 +1,328 @@
+"""The alpha program: how much of every layer's skeletal activations is swapped; the rest is recomputed.
+
+With several subsequences each has an alpha of its own, whose copies hide behind the unit that follows; what
+one byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for
+all tensors in closed form, `per_tensor` one fraction for each by a linear program, `fixed_alpha` takes alpha
+as it is. Plain numbers in, a SwapPlan out; placing.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, inf
+
+from memo.config.config import Config
+from memo.config.layer import INPUT, Tensor, groups_of
+from memo.errors import OutOfHostMemory
+from memo.memory.placement import Placement
+
+ANY_HOST = 2**62  # bytes of a host that holds whatever there is
+
+
+@dataclass(frozen=True)
+class AlphaProblem:
+    """One rank's sizes, speeds and room. `placement`: its units and buffers; its `kept` is what is asked
+    for."""
+
+    placement: Placement
+    tensors: dict[str, Tensor]  # all skeletal tensors of one layer, all rows
+    forward_s: tuple[float, ...]  # of a layer's unit at each subsequence
+    offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
+    host_bytes: int  # this rank's share
+    device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return {name: t.nbytes for name, t in self.tensors.items()}
+
+    @property
+    def others(self) -> list[str]:
+        """Lists the tensors that need not be swapped."""
+        return [name for name, t in self.tensors.items() if t.group]
+
+    @cached_property
+    def others_bytes(self) -> int:
+        """Counts the bytes of these in one layer."""
+        return sum(t.nbytes for t in self.tensors.values() if t.group)
+
+    @cached_property
+    def always_bytes(self) -> int:
+        """x, attn_out and its logsumexp of one layer."""
+        apart = self.placement.apart
+        return sum(t.nbytes for name, t in self.tensors.items() if not t.group and not apart(name))
+
+    @property
+    def all_bytes(self) -> int:
+        """Counts the bytes of one layer, without keys and values that lie apart."""
+        return self.always_bytes + self.others_bytes
+
+    # --- units ---
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Lists the rows of a unit at each subsequence, and of each guest's: see Placement.lengths."""
+        return self.placement.lengths
+
+    @cached_property
+    def parts(self) -> list[float]:
+        """Lists the rows of a unit at each subsequence, as a part of all rows."""
+        return [n / self.placement.n_rows for n in self.cuts]
+
+    @property
+    def n_swapped(self) -> int:
+        return max(0, self.placement.n_swapped)
+
+    @cached_property
+    def swapped(self) -> list[int]:
+        """Units of each subsequence that are swapped."""
+        of = self.placement.forward_order.first(self.n_swapped)
+        return [of[i] for i in range(len(self.cuts))]
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """Lists the part of each subsequence in the rows of all swapped units; of all units where none is
+        swapped."""
+        counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
+        return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
+
+    @cached_property
+    def swapped_rows(self) -> int:
+        """Counts the rows of all swapped units."""
+        return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
+
+    def mean(self, alphas: Sequence[float]) -> float:
+        """Averages the alphas of all subsequences over the rows of the swapped units."""
+        return sum(w * a for w, a in zip(self.weights, alphas, strict=True))
+
+    # --- the host ---
+
+    @cached_property
+    def beside_bytes(self) -> int:
+        """Counts what the slab holds beside the rows of swapped units: keys and values, where these go
+        there."""
+        known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
+        if "beside" not in known:
+            # inputs that the stream has
+            twice = sum(rows for unit, (_, rows) in p.stream_rows.items()
+                        if p.number.get(unit, inf) < self.n_swapped)
+            known["beside"] = (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
+                               - p.row_bytes(self.tensors[INPUT]) * twice)
+        return known["beside"]
+
+    @property
+    def layer_keys_bytes(self) -> int:
+        """Counts the bytes of keys and values that a layer sends."""
+        return self.placement.sent_keys_row_bytes(self.tensors) * self.placement.n_rows
+
+    def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
+        """Counts the bytes of the rows of a unit at each subsequence, where a layer has `always` in all
+        rows, and others[i] more if all were as those of subsequence i."""
+        n_rows, whole = self.placement.n_rows, int if len(self.cuts) == 1 else ceil  # a part may be inexact
+        return [always * n // n_rows + whole(part * more)
+                for n, part, more in zip(self.cuts, self.parts, others, strict=True)]
+
+    def slab_bytes(self, units: Sequence[int]) -> int:
+        """Counts the host's bytes with units of so many bytes at each subsequence."""
+        return sum(c * n for c, n in zip(self.swapped, units, strict=True)) + self.beside_bytes
+
+    def needed_bytes(self, alpha: float) -> int:
+        """Counts the host's bytes with one alpha for all."""
+        others = [alpha * self.others_bytes] * len(self.cuts)
+        return self.slab_bytes(self.unit_bytes(self.always_bytes, others))
+
+    @cached_property
+    def input_bytes(self) -> list[int]:
+        """Counts the bytes of a unit at each subsequence that keeps only its input."""
+        return self.unit_bytes(self.nbytes[INPUT], [0] * len(self.cuts))
+
+    @property
+    def least_bytes(self) -> int:
+        """Counts the host's bytes where all units keep only their input."""
+        return self.slab_bytes(self.input_bytes)
+
+    def host_level(self) -> float:
+        """Finds the largest alpha that the host has room for, where subsequences whose copies do not hide
+        as far have less."""
+        room: float = self.host_bytes - self.needed_bytes(0)
+        whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
+        for most, weight in sorted((min(max(a, 0.0), 1.0), w)
+                                   for a, w in zip(self.overlap, self.weights, strict=True)):
+            if most * left >= room:
+                return room / left if left else 0.0
+            room, left = room - most * weight * whole, left - weight * whole
+        return 1.0
+
+    # --- the device ---
+
+    def device_bytes_at(self, kept: int) -> int:
+        """Counts the bytes of all buffers and regions where so many rows of each of the others survive."""
+        known = self.placement.sizes_known  # whatever the rate and the host's room are
+        if kept not in known:
+            p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
+            known[kept] = p.device_bytes(self.tensors)
+        return known[kept]
+
+    # --- what bounds alpha ---
+
+    @cached_property
+    def overlap(self) -> list[float]:
+        """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
+        x, attn_out, keys and values do not hide.
+
+        The copies of the swapped units, U - n of all U, one after the other from the end of the first unit
+        on, must be done when the last unit starts: U - 2 units' time. With the paper's n = 2 each must be
+        done within the unit that follows; with more within the mean of the n - 1 units that follow, and the
+        others' part of U - 2.
+        """
+        p, found = self.placement, dict[int, float]()
+        always = self.always_bytes + self.layer_keys_bytes
+        for i, *following in p.followed:
+            mean_s = sum(self.forward_s[j] for j in following) / len(following)
+            hidden = mean_s * ((p.n_units - 2) / self.n_swapped) * self.offload_bytes_per_s
+            alpha = (hidden - always * self.parts[i]) / (self.others_bytes * self.parts[i])
+            found[i] = min(alpha, found.get(i, 1.0))
+        return [found.get(i, 1.0) for i in range(len(self.cuts))]
+
+    @cached_property
+    def limits(self) -> dict[str, float]:
+        """Finds the largest alpha that each limit alone allows, "overlap", "host", and "device" where that is
+        known; the mean of all subsequences. At most 1.
+
+        Negative where x and attn_out alone are too much: the copies hide nowhere, or the host is too small
+        for alpha = 0.
+        """
+        found = {"overlap": 1.0, "host": 1.0}
+        if self.n_swapped:
+            hides = [max(0.0, a) for a in self.overlap] if max(self.overlap) > 0 else self.overlap
+            least = self.needed_bytes(0)
+            found = {"overlap": self.mean(hides),
+                     "host": min(1.0, (self.host_bytes - least) / (self.needed_bytes(1) - least))}
+        if self.device_bytes < inf:
+            least = self.device_bytes_at(0)
+            more = self.device_bytes_at(self.placement.n_rows) - least
+            found["device"] = min(1.0, (self.device_bytes - least) / more) if more else 1.0
+        return found
+
+    @cached_property
+    def alphas(self) -> list[float]:
+        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is
+        over one of them. One bound serves host and device, below which each has what hides."""
+        level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
+        return [max(0.0, min(level, a)) for a in self.overlap]
+
+
+Fractions = dict[str, tuple[float, ...]]  # {"other" tensor: of each subsequence the part that is swapped}
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What is swapped. Bytes are of this rank."""
+
+    fractions: Fractions
+    alphas: tuple[float, ...]  # of each subsequence their mean, weighted by bytes
+    alpha: float  # the same of all swapped units
+    limits: dict[str, float]  # see AlphaProblem.limits
+    binds: str | None  # the lowest limit, which set alpha; None where all are 1, or alpha is the user's
+    input_only: int  # swapped units that keep only x: the fewest that let the rest fit the host
+    layer_bytes: int  # that the units of a layer send which keep more than x, if there are such units
+    host_bytes: int  # of all units
+    fits: bool  # False: OOHM, though every unit keeps only x
+
+
+def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
+    """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
+    if placement.n_swapped <= 0:
+        return f"none: all {placement.what} stay on the device"
+    why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
+    limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
+    least, most = (f"{of(plan.alphas):.2f}" for of in (min, max))
+    spread = f" ({least} to {most})" if least != most else ""
+    return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
+
+
+def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
+    """Makes the SwapPlan of these fractions, whether or not its copies hide."""
+    nbytes, limits, n = problem.nbytes, problem.limits, problem.n_swapped
+    others = [sum(f[i] * nbytes[name] for name, f in fractions.items()) for i in range(len(problem.cuts))]
+    units, inputs = problem.unit_bytes(problem.always_bytes, others), problem.input_bytes
+    host, input_only = problem.slab_bytes(units), 0
+    for count, unit, x in zip(problem.swapped, units, inputs, strict=True):  # see Placement.gives_up
+        lacking = host - problem.host_bytes
+        giving = min(count, max(0, int(-(-lacking // (unit - x)))))
+        host, input_only = host - giving * (unit - x), input_only + giving
+    lowest = min(limits, key=limits.__getitem__)
+    binds = lowest if limits[lowest] < 1 else None
+    layer = sum(units if input_only < n else inputs) + problem.layer_keys_bytes if n else 0
+    alphas = tuple(of / problem.others_bytes for of in others)
+    return SwapPlan(fractions, alphas, problem.mean(alphas), limits, binds, input_only, layer, host,
+                    host <= problem.host_bytes)
+
+
+def one_for_all(problem: AlphaProblem, alphas: Sequence[float]) -> SwapPlan:
+    """Makes the SwapPlan with one alpha for all tensors, of each subsequence."""
+    return plan(problem, dict.fromkeys(problem.others, tuple(alphas)))
+
+
+def paper(problem: AlphaProblem) -> SwapPlan:
+    """Finds the one alpha for all tensors that is the largest under all limits. Source: MEMO 4.1.
+
+    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
+    are over the host limit some units keep only x.
+    """
+    return one_for_all(problem, problem.alphas)
+
+
+def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
+    """Finds the fractions that save the most recompute seconds under the limits of `paper`.
+
+    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
+    the same sum of bytes, so the linear program is, for each subsequence, a knapsack: first what saves most
+    per byte, the last one in part.
+    """
+    groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
+    nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
+    densest = sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True)
+
+    def filled(alpha: float) -> dict[str, float]:
+        room, found = alpha * problem.others_bytes, dict[str, float]()
+        for group in densest:
+            f = min(1.0, room / nbytes[group]) if recompute_s[group] > 0 else 0.0
+            room, found[group] = max(0.0, room - f * nbytes[group]), f
+        return found
+    found = [filled(alpha) for alpha in problem.alphas]
+    return plan(problem, {name: tuple(of[group] for of in found)
+                          for group in densest for name in groups[group]})
+
+
+def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
+    """Makes the SwapPlan of an alpha set by hand, in [0, 1], hidden or not. Errors: OutOfHostMemory."""
+    chosen = one_for_all(problem, [float(alpha)] * len(problem.cuts))
+    if chosen.input_only:
+        limit, needed = problem.limits["host"], problem.needed_bytes(alpha)
+        longest = largest_block_size(problem, block_size, multiple, alpha)
+        shorter = (f"the largest block_size with this alpha {longest}" if longest else
+                   "no block_size fits with this alpha")
+        remedy = (f"the largest alpha that fits is {int(limit * 1000) / 1000:g}, {shorter}" if limit >= 0 else
+                  "not even alpha=0 fits; try alpha=auto, which can keep just the input of a "
+                  f"{problem.placement.what[:-1]}; {shorter}")
+        raise out_of_host_memory(problem, f"alpha={alpha:g}", needed, remedy)
+    return replace(chosen, binds=None)
+
+
+def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: str) -> OutOfHostMemory:
+    need, have = needed / 2**30, problem.host_bytes / 2**30
+    return OutOfHostMemory(f"{what} needs {need:.4g} GiB of host memory for {problem.n_swapped} swapped "
+                           f"{problem.placement.what}, this rank has {have:.4g} GiB; {remedy}")
+
+
+def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
+                       alpha: float | None = None) -> float:
+    """Finds the longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least
+    x of all units; or x, attn_out and `alpha` of the others.
+
+    `block_size`: that of problem.nbytes. Infinite where no unit is swapped.
+    """
+    if not problem.n_swapped:
+        return inf
+    needed = problem.least_bytes if alpha is None else problem.needed_bytes(alpha)
+    return int(problem.host_bytes) * block_size // needed // multiple * multiple

@@ -1,0 +1,162 @@
+"""Seconds of the steps of a schedule: of the units that compute, whose seconds are modelled or measured, of
+copies and messages, by the bytes of their places. The schedule's simulator (memo/schedule/simulate.py) says
+which of them hide. Source: MEMO 4.1."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from memo.config.layer import ATTENTION, Tensor
+from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
+from memo.schedule.periods import Totals, totals_of
+from memo.schedule.program import EMBEDDING
+from memo.schedule.step import COPIES, Moved, Op, Step
+
+
+@dataclass
+class UnitRates:
+    """Seconds of a layer's unit at one subsequence, of so many `rows`. `sweep_s`: to make its keys and values
+    again; `attention_s`, `groups_s`: to rebuild all rows of attention's output, and of each group."""
+
+    rows: float
+    forward_s: float
+    backward_s: float
+    sweep_s: float
+    attention_s: float
+    groups_s: dict[str, float]
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        """Counts the seconds to recompute rows {tensor: slice}, as in Placement.missing."""
+        parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
+        groups_s: float = sum(parts.get(group, 0.0) * s for group, s in self.groups_s.items())
+        return groups_s + (self.attention_s if parts.get(ATTENTION) else 0.0)
+
+
+class PartOfUnit(UnitRates):
+    """Seconds of a piece of a unit's rows. `part`: of the unit's FLOPs; `share`: of its rows."""
+
+    def __init__(self, unit: UnitRates, part: float, share: float) -> None:
+        super().__init__(share * unit.rows, part * unit.forward_s, part * unit.backward_s,
+                         share * unit.sweep_s, part * unit.attention_s,
+                         {group: part * seconds for group, seconds in unit.groups_s.items()})
+        self.unit, self.part, self.share = unit, part, share
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        whole = {name: slice(0, round((r.stop - r.start) / self.share)) for name, r in missing.items()}
+        return self.part * self.unit.recompute_s(whole)
+
+
+def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates]:
+    """Makes the rates of a layer's whole subsequences those of Placement.lengths."""
+    p, parts = placement, [1.0] * placement.subsequences
+    for piece in p.lent:
+        parts[piece.subsequence] -= piece.part
+    own = [unit if part == 1 else PartOfUnit(unit, part, n / whole)
+           for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
+    return own + [PartOfUnit(units[piece.subsequence], piece.part, piece.rows / p.cuts[piece.subsequence])
+                  for piece in p.guests]
+
+
+class StateSeconds(NamedTuple):
+    """Seconds in which a layer's parameters come, its gradients leave, the sums of earlier micro batches
+    come. `embedding`, `head`: how many times as large they are as a layer."""
+
+    weights_s: float = 0.0
+    gradients_s: float = 0.0
+    sums_s: float = 0.0
+    embedding: float = 0.0
+    head: float = 0.0
+
+    def of(self, step: Step, head: int) -> float:
+        """Looks up the seconds of a step. `head`: its number among the layers."""
+        size = {EMBEDDING: self.embedding, head: self.head}.get(step.unit[0], 1.0)
+        if step.op is Op.OFFLOAD:
+            return size * self.gradients_s
+        return size * (self.weights_s if step.moved is Moved.WEIGHTS else self.sums_s)
+
+
+STAY = StateSeconds()  # nothing moves
+
+
+class Lanes(NamedTuple):
+    """What stages send each other where one computes rows of another: bytes/s to each stage, elements of a
+    layer's parameters, bytes/s at which memory is read and written where a home adds what came."""
+
+    bytes_per_s: tuple[float, ...]
+    numel: int
+    memory_bytes_per_s: float = inf
+
+    def seconds(self, nbytes: float, step: Step, together: int) -> float:
+        """Counts a message's seconds; bulk goes to, or comes from, so many stages `together`."""
+        assert step.peer is not None
+        bulk = step.moved in (Moved.LOAN, Moved.REPAYMENT)
+        return nbytes * (together if bulk else 1) / self.bytes_per_s[step.peer]
+
+
+class Ends(NamedTuple):
+    """Seconds of a stage beside its layers and copies: of all rows of a micro batch, with gradients; of each
+    subsequence's messages to the next stage, and to the one before. `lanes`: None: help is free."""
+
+    embedding_s: float
+    head_s: float
+    send_s: tuple[float, ...]
+    send_gradient_s: tuple[float, ...]
+    lanes: Lanes | None = None
+
+
+def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
+                 bytes_per_s: float, states: StateSeconds = STAY,
+                 ends: Ends | None = None) -> Callable[[Step], float]:
+    """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units`, of a copy at
+    `bytes_per_s`, of a layer's `states`; and of `ends`, where head and embedding, whose seconds are shared
+    out by tokens, and messages count."""
+    p, lanes = placement, ends.lanes if ends else None
+    rates, sizes = rates_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
+    of_likes = {k: rates[p.kinds[k]].recompute_s(p.missing(k)) for k in set(p.like)}
+    cuts = p.cuts or (p.n_rows,)
+
+    def of_ends(step: Step, ends: Ends) -> float:
+        i = step.unit.subsequence
+        match step.op:
+            case Op.HEAD:
+                return ends.head_s * cuts[i] / p.n_rows
+            case Op.EMBED | Op.EMBED_BACKWARD:
+                return ends.embedding_s / 2 * cuts[i] / p.n_rows
+            case Op.SEND if step.peer is None:
+                return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
+            case Op.SEND if lanes:
+                piece, _ = sizes.memory.help_of(step)
+                return lanes.seconds(sizes.moved(step), step, max(piece.turns, piece.together))
+            case Op.ADD if lanes:  # two are read, one is written
+                return 3 * sizes.moved(step) / lanes.memory_bytes_per_s
+            case Op.BACKWARD if lanes and i in p.guest_of:
+                zeroed = Step(Op.SEND, step.unit, Moved.REPAYMENT, True, p.guest_of[i].stage)  # before
+                return sizes.moved(zeroed) / lanes.memory_bytes_per_s
+        return 0.0
+
+    def seconds(step: Step) -> float:
+        if step.of_states:
+            return states.of(step, p.n_layer)
+        if step.op in COPIES:
+            return sizes.moved(step) / bytes_per_s
+        beside_s = of_ends(step, ends) if ends else 0.0
+        if step.unit not in p.number:  # of what a helper repays
+            return beside_s
+        k = p.number[step.unit]
+        match step.op:
+            case Op.FORWARD:
+                return rates[p.kinds[k]].forward_s
+            case Op.RECOMPUTE:
+                return of_likes[p.like[k]]
+            case Op.BACKWARD:
+                return rates[p.kinds[k]].backward_s + beside_s
+            case Op.SWEEP:
+                return rates[p.kinds[k]].sweep_s
+        return beside_s
+    return seconds
+
+
+def layers_s(placement: Placement, seconds: Callable[[Step], float]) -> Totals:
+    return totals_of(placement.program, seconds)

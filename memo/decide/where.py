@@ -1,0 +1,212 @@
+"""The one decision: where the activations live, from rates and room. The run hands in what it measured, the
+estimate what it models. No torch. Source: MEMO 4.1.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import inf
+from typing import NamedTuple
+
+from memo.config.layer import groups_of, tensors_of
+from memo.config.layout import Layout
+from memo.decide.alpha import AlphaProblem, SwapPlan
+from memo.decide.placing import place_rows, placed, rests, swaps_layers
+from memo.decide.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
+from memo.errors import OutOfHostMemory
+from memo.memory.placement import Placement
+from memo.schedule.periods import Totals
+
+GAPS = 32  # one part in so many of the device's memory is lost to gaps between the allocator's blocks
+STALL = 1e-6  # of a step's seconds: waiting that does not count
+HALVINGS = 6  # of the rate that alpha is found with, where copies do not hide
+SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its buffers is kept free
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds are of one layer at the run's shape, all rows. `units`: of each subsequence, where there are
+    several, or layers come: whether copies hide is then simulated."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: dict[str, float]  # {group of the layer: seconds}
+    offload_bytes_per_s: float  # device to host and host to device, while both are busy
+    prefetch_bytes_per_s: float
+    transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
+    units: tuple[UnitRates, ...] = ()
+    states: StateSeconds = STAY
+
+    def as_dict(self) -> dict[str, object]:
+        """Makes plan.json's entry of measured ones."""
+        return {name: value for name, value in asdict(self).items()
+                if name not in ("units", "states") or any(value)}
+
+
+class Placed(NamedTuple):
+    """Where a stage's activations live. `totals`: seconds of all its layers, where these were simulated."""
+
+    placement: Placement
+    plan: SwapPlan | None
+    totals: Totals | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank has. `host_bytes`: to swap to. `spare_bytes`: of the device, for buffers of activations;
+    infinite where nothing bounds them. `cpu`: the device is the host."""
+
+    host_bytes: int
+    spare_bytes: float = inf
+    cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided; `swap_plan` is None in modes that copy nothing, `rates` not measured ones."""
+
+    placement: Placement
+    swap_plan: SwapPlan | None
+    rates: Rates | None
+    host_limit_bytes: int  # this rank's share
+
+    @property
+    def alpha(self) -> float | None:
+        """None where no layer is swapped."""
+        return self.swap_plan.alpha if self.swap_plan and self.placement.n_swapped > 0 else None
+
+
+def ways_of(cfg: Layout) -> list[dict[str, str]]:
+    """Lists what placed() may be given beside the config; the first serves where others do too."""
+    if cfg.subsequences == 1 or not swaps_layers(cfg):
+        return [{}]
+    keys = ("copied", "made") if cfg.by_layer else ("stay",)
+    streams = ("whole", "copied") if cfg.has_head else ("passed",)
+    return [dict(keys=way, stream=stream) for stream in streams for way in keys]
+
+
+def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
+               stream: str = "") -> AlphaProblem:
+    """Poses the alpha program's problem with two buffers; without rates every copy hides."""
+    p, rate = placed(cfg, 2, keys=keys, stream=stream), rates.offload_bytes_per_s if rates else 1.0
+    seconds = (inf,) * len(p.lengths)
+    if not room.cpu and not cfg.pin_memory:
+        # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
+        seconds = (0.0,) * len(p.lengths)
+    elif rates:
+        seconds = tuple(unit.forward_s for unit in rates_of(p, rates.units)) if p.several else (
+            rates.forward_s,)
+    return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate, room.host_bytes)
+
+
+def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem:
+    """Gives the problem as many buffers as there is room for, where that is for memo to find.
+
+    A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
+    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
+    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
+    alone bounds the two.
+    """
+    if rests(cfg) and not room.cpu:
+        return replace(problem, device_bytes=room.spare_bytes)
+    if not (swaps_layers(cfg) and cfg.finds_alpha):
+        return problem
+    p, units = problem.placement, problem.placement.n_units
+
+    def of(n: int) -> Placement:
+        return replace(p, n_buffers=n)
+
+    def fits(p: Placement) -> bool:
+        return p.device_bytes(problem.tensors) <= room.spare_bytes
+    three, whole = fits(of(3)), placed(cfg, units, stream=p.stream)  # whose keys stay
+    if three and fits(whole):
+        return replace(problem, placement=whole)
+    if room.cpu or cfg.alpha_mode == "paper" or not three:
+        return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
+    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(of(n)))
+    return replace(problem, placement=of(n))
+
+
+def problems_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:
+    """Poses the problem of each of the ways_of() a config, with its buffers."""
+    for way in ways_of(cfg):
+        yield with_buffers(cfg, problem_of(cfg, itemsize, rates, room, **way), room)
+
+
+def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | None,
+                spare_bytes: float = inf) -> Placed:
+    """Places rows for the problem whose step is the fastest as the schedule's simulator sees it; where there
+    are no rates, or alpha is given, for the first that takes attention from the fewest units. Those that fit
+    so many bytes of the device come first, and those with the stream whole; where none does, the one that
+    lacks least. Errors: OutOfHostMemory where none fits the host: that of the one that needs least of it,
+    which names the longest context."""
+    judged: list[tuple[float, float, Placed]] = []
+    refused: dict[int, OutOfHostMemory] = {}  # {bytes of the host that are needed at least: why}
+    for problem in problems:
+        if problem.placement.stream == "copied" and any(not over for over, *_ in judged):
+            break
+        try:
+            if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
+                seconds, found = hidden(cfg, problem, rates)
+            else:
+                costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
+                found = Placed(*place_rows(cfg, problem, costs))
+                seconds = found.placement.input_only
+            over = max(0, found.placement.device_bytes(problem.tensors) - spare_bytes)
+            judged.append((over, seconds, found))
+        except OutOfHostMemory as e:
+            refused.setdefault(problem.least_bytes, e)
+    if not judged:
+        raise refused[min(refused)]
+    return min(judged, key=lambda one: one[:2])[2]
+
+
+def decide(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Placed:
+    """Decides where a stage's activations live. Errors: OutOfHostMemory, before any is allocated."""
+    return place_whole(cfg, problems_of(cfg, itemsize, rates, room), rates,
+                       inf if room.cpu else room.spare_bytes)
+
+
+def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placed]:
+    """Finds (seconds of all layers, Placed) with the most rows whose copies hide, as the
+    schedule's simulator sees it: where the program's copies hold the computing up, as those of keys, of
+    states or of the backward may, the rate that it counts on is a part of the real one; or with the program's
+    rows, where that is faster."""
+    rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
+
+    @cache
+    def simulated(part: float) -> tuple[float, float, Placed]:
+        less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
+        placement, plan = place_rows(cfg, less, rates.recompute_s)
+        forward_s, backward_s, stall_s = totals = layers_s(placement, step_seconds(
+            placement, problem.tensors, rates.units, rate, rates.states))
+        return forward_s + backward_s, stall_s, Placed(placement, plan, totals)
+    seconds, stall_s, found = simulated(1.0)
+    if stall_s > STALL * seconds:
+        most = simulated(0.0)[1] + STALL * simulated(0.0)[0]  # with alpha = 0 that cannot be helped
+        if stall_s > most:
+            part = largest_part(lambda part: simulated(part)[1] <= most, HALVINGS)
+            if simulated(part)[0] <= seconds:  # a stall may cost less than rows that are rebuilt
+                seconds, _, found = simulated(part)
+    return seconds, found
+
+
+def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
+    """Bisects for the largest part, below 1, of what copies may count on with which they hide, as with 0."""
+    low, high = 0.0, 1.0
+    for _ in range(halvings):
+        part = (low + high) / 2
+        low, high = (part, high) if hides(part) else (low, part)
+    return low
+
+
+def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
+    """Counts what is left free for gaps of a GPU with `total_bytes`. `transient_bytes`: what a layer takes
+    beside its buffers; `head_bytes`: what the head takes more."""
+    return total_bytes // GAPS + max(0, transient_bytes // SPARE_TRANSIENTS - head_bytes)
+
+
+def spare_bytes(free_bytes: int, total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
+    """Counts those of a GPU's free bytes that are for buffers; negative where there is too little."""
+    return free_bytes - margin_bytes(total_bytes, transient_bytes, head_bytes) - transient_bytes - head_bytes

@@ -1,0 +1,292 @@
+"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters, tensor by tensor: a few
+are in memory at once. Hugging Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j
+and 2j + 1: alike() is the one home of that order."""
+
+import errno
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from memo.config.config import Config
+from memo.config.layout import Layout
+from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
+from memo.errors import ConfigError, elsewhere, reason
+from memo.huggingface.huggingface import (
+    CONFIG,
+    FAMILIES,
+    GIVE_FOLDER,
+    Weight,
+    check_reach,
+    family_of,
+    weights_of,
+)
+from memo.memory.flat import model_parameters
+from memo.system.files import (
+    MOST_JSON_CHARS,
+    JsonObject,
+    load_json,
+    open_file,
+    plain_name,
+    replacing,
+    save_json,
+)
+
+HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+AGAIN = "download the folder again"
+SHARD_BYTES = 5 * 10**9
+COMPARED_ROWS = 2**12  # at once
+CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
+
+
+def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views rows of memo's parameter, `own`, and of transformers', `stored`, so that elements correspond.
+    Rows that rotate are whole heads."""
+    if w.transposed:
+        return own, stored.t()
+    if w.D:
+        return own.unflatten(0, (-1, w.D // 2, 2)), stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)
+    return own, stored
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Reads a tensor in a file of safetensors part by part."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: safe_open  # its header is parsed once
+
+    def __str__(self) -> str:
+        return f"{self.name:.200} in {self.path.name}"
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
+        with read_errors(self.path):
+            return self.file.get_slice(self.name)[part]
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Raises ConfigError where a file of weights is damaged."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as e:
+        raise ConfigError(f"{path} cannot be read ({reason(e)}); {AGAIN}") from None
+
+
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Finds the files of weights -> {path: the tensors that an index takes from it, None: all}."""
+    if (folder / WEIGHTS).exists():
+        return {folder / WEIGHTS: None}
+    if (folder / INDEX).exists():
+        files = load_json(folder / INDEX, AGAIN).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
+            raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor the name of a file in its "
+                              f"folder; {AGAIN}")
+        tensors = defaultdict[str, set[str]](set)
+        for name, path in files.items():
+            tensors[path].add(name)
+        return {folder / path: tensors[path] for path in sorted(tensors)}
+    pickled = any(folder.glob("pytorch_model*.bin"))
+    raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
+        "pytorch_model.bin could run code, so save the model again with transformers: "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)" if pickled else GIVE_FOLDER))
+
+
+def tensors_in(path: Path) -> list[Stored]:
+    """Lists the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
+    with read_errors(path):
+        with open(open_file(path), "rb") as begin:
+            if (n := int.from_bytes(begin.read(8), "little")) > MOST_JSON_CHARS:
+                raise OSError(errno.EFBIG, f"its header of {n:,} bytes must have at most {MOST_JSON_CHARS:,}")
+        file = safe_open(path, "pt")
+        parts = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118  it is no dict
+        return [Stored(path, name, tuple(p.get_shape()), str(p.get_dtype()), file) for name, p in parts]
+
+
+def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
+    """Finds {transformers' name without its prefix: Stored} of all weights; only headers are read. Errors:
+    ConfigError: one of `cfg` is missing, has another shape or kind, or is not the model's."""
+    folder, kind = Path(folder), family_of(cfg)
+    stored: dict[str, Stored] = {}
+    for path, indexed in weight_files(folder).items():
+        for tensor in tensors_in(path):
+            name = tensor.name.removeprefix(FAMILIES[kind].prefix)
+            if name in stored:
+                raise ConfigError(f"{folder}: {name:.200} must be there once, not as {stored[name]} "
+                                  f"and as {tensor}; {AGAIN}")
+            stored[name] = tensor
+            indexed = indexed and indexed - {tensor.name}
+        if indexed:
+            raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
+    wanted = {w.there: w for w in weights_of(cfg)}
+    wte = weights_of(cfg)[0].there
+    if cfg.tie_embeddings and wte not in stored and HEAD in stored:  # one matrix, stored under its other name
+        stored[wte] = stored.pop(HEAD)
+    for name in sorted(stored):
+        if name not in wanted and not name.endswith(CONSTANTS) and (name, cfg.tie_embeddings) != (HEAD, True):
+            raise ConfigError(f"{folder}: {name:.200} is not a tensor of a {kind} model with "
+                              f"n_layer={cfg.n_layer} as in its {CONFIG}; {GIVE_FOLDER}")
+    for name, w in wanted.items():
+        s: Stored | None = stored.get(name)
+        if s and w.name == "wpe" and s.shape[0] > w.shape[0]:  # a shorter context crops the positions
+            s = replace(s, shape=(w.shape[0], *s.shape[1:]))
+        if s is None or s.dtype not in FLOATS or s.shape != w.shape:
+            what = "missing" if s is None else f"{s.shape} {s.dtype}"
+            raise ConfigError(f"{folder}: {name} is {what}, must be {w.shape} in {', '.join(FLOATS)}; see "
+                              f"its {CONFIG}")
+    return stored
+
+
+def check_tied_head(folder: Path | str, cfg: Config) -> None:
+    """Raises ConfigError where a tied head is in the files too, with other elements than the embedding."""
+    stored = stored_weights(folder, cfg)
+    if not cfg.tie_embeddings or HEAD not in stored:
+        return
+    head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
+    same = (head.shape, head.dtype) == (wte.shape, wte.dtype) and all(
+        torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
+        for k in range(0, head.shape[0], COMPARED_ROWS))
+    if not same:
+        raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its "
+                          f"{CONFIG} says that they are one; set it to false")
+
+
+class HfWeights:
+    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`, which
+    share each layer. Errors: those of stored_weights()."""
+
+    def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
+        self.weights = {w.name: w for w in weights_of(cfg)}
+        self.refused = ""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
+        vocabulary. Errors: ConfigError: there are NaN or infinities."""
+        w, p = self.weights[name], self.parameters[name]
+        stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
+        begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
+        rows = stored.shape[-1 if w.transposed else 0] - w.first  # that there are
+        n = max(0, min(len(part), rows - begins[0]))
+        if n:
+            at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
+            at[0] = slice(at[0].start + w.first, at[0].stop + w.first)
+            own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
+            own.copy_(theirs)
+        if not all(map(torch.isfinite, torch.aminmax(part))):
+            self.refused = (f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
+                            f"cannot train; {AGAIN}")
+            raise ConfigError(self.refused)
+        return part
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.read(name)) for name in self.parameters)
+
+
+def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """Lists {transformers' whole name: shape} of all weights of a model."""
+    prefix = FAMILIES[family_of(cfg)].prefix
+    return {w.there if w.there == HEAD else prefix + w.there: w.shape for w in weights_of(cfg)}
+
+
+def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
+                   ) -> Iterator[torch.Tensor]:
+    """Yields transformers' tensors, as hf_shapes() lists them. read(memo's name): fp32, or None."""
+    for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
+        tensor = torch.zeros(shape, dtype=dtype)
+        for w in ws:
+            if (own := read(w.name)) is not None:
+                n = min(len(own), shape[-1 if w.transposed else 0])  # without memo's padding
+                part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
+                own, theirs = alike(w, own[:n], part)
+                theirs.copy_(own)
+        yield tensor
+        del tensor
+
+
+def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
+    """Shares tensors out -> {file: names}, in order. A file has at most `most_bytes`, or a single tensor."""
+    files: list[list[str]] = [[]]
+    room = most_bytes
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = most_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor],
+                 dtype: torch.dtype) -> None:
+    """Writes `tensors` of `shapes` into `folder`, in turn, with an index for several files. Errors:
+    ConfigError: they cannot be written; whatever stops the writing, no file is left."""
+    sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    files, rest = file_names(sizes, SHARD_BYTES), iter(tensors)
+    try:
+        with ExitStack() as stack:  # each takes its name once all are written
+            for name, names in files.items():
+                file = stack.enter_context(replacing(folder / name))
+                save_file(file, {name: shapes[name] for name in names}, rest, dtype)
+        if len(files) > 1:
+            place = {name: file for file, names in files.items() for name in names}
+            save_json(dict(metadata=dict(total_size=sum(sizes.values())), weight_map=place), folder / INDEX)
+    except BaseException as e:
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        if not isinstance(e, OSError):
+            raise
+        raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); "
+                          f"{elsewhere(e, 'folder')}") from None
+
+
+def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
+              dtype: torch.dtype) -> None:
+    """Writes a safetensors file tensor by tensor: the library's own function wants all of them at once."""
+    kind = next(name for name, known in FLOATS.items() if known == dtype)
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    places = pairwise(accumulate((prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
+    for (name, shape), place in zip(shapes.items(), places, strict=True):
+        header[name] = dict(dtype=kind, shape=shape, data_offsets=place)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    file.write(len(text).to_bytes(8, "little") + text)
+    for shape in shapes.values():
+        tensor = next(tensors)
+        assert (tensor.shape, tensor.dtype) == (shape, dtype)
+        file.write(tensor.view(torch.uint8).numpy().data)
+        del tensor
+
+
+def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
+    """Reads the tokenizer beside the weights, or None: in a form that memo does not read it just goes along.
+    Errors: ConfigError: it cannot be used, or has more tokens than the model."""
+    with suppress(OtherForm):
+        if tokenizer := find_tokenizer(folder):
+            check_vocab_size(tokenizer, folder, cfg.vocab_size)
+        return tokenizer
+    return None
+
+
+def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
+    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
+    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
+    check_tied_head(hf_folder, cfg)
+    return tokenizer_in(Path(hf_folder), cfg)

@@ -1,0 +1,1 @@
+"""Whose kernel computes an operation: torch's, memo's own, or another package's."""

@@ -1,0 +1,268 @@
+"""Attention on one device: the kernels, each a pair `forward -> out, lse` and `backward -> dq, dk, dv`.
+
+Shapes: q, out and their gradients (B, T, H, D), k, v and theirs (B, T, Hkv, D), any strides with D innermost;
+lse (B, H, T) fp32, natural logarithm, scale included. Query head h reads head h Hkv // H of keys and values,
+which no kernel copies. A causal mask aligns the first query with the first key. A backward takes out and lse
+of all keys that its queries see, which may be more than it is given. The kernel is chosen once, see
+memo/kernels/backends.py; which queries meet which keys is said in memo/layer/attend.py.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from memo.errors import Unusable
+from memo.kernels.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
+
+Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Gradients = Sequence[torch.Tensor]  # dq, dk, dv
+
+
+class Kernel(NamedTuple):
+    """Holds `forward(q, k, v, causal, scale)`, `backward(dout, q, k, v, out, lse, causal, scale)`.
+    `takes_out`: forward has out=, where it writes; `label`: its name and version, and why it was chosen."""
+
+    name: str
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+    takes_out: bool = False
+    label: str = ""
+
+
+def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Turns (B, T, H, D) into (B, H, T, D), or back, as views."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+# --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
+
+def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * scale
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
+    return scores
+
+
+def repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Repeats heads of k (B, T, Hkv, D): one for each of q."""
+    return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+
+
+def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+    scores = math_scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    p = scores.sub_(lse[..., None]).exp_()
+    return torch.einsum("bhqk,bkhd->bqhd", p, repeated(v, q).float()).to(q.dtype), lse
+
+
+def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                  lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+    p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
+    dout = dout.float()
+    dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
+    dp = torch.einsum("bqhd,bkhd->bhqk", dout, repeated(v, q).float())
+    delta = (dout * out.float()).sum(-1).transpose(1, 2)[..., None]
+    ds = p.mul_(dp.sub_(delta)).mul_(scale)
+    dq = torch.einsum("bhqk,bkhd->bqhd", ds, repeated(k, q).float())
+    dk = torch.einsum("bhqk,bqhd->bkhd", ds, q.float())
+    dk, dv = (g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))  # over the heads that share one
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+# --- torch's own kernels ---
+
+def cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first(q, k, v), 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def cpu_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
+
+
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        *heads_first(q, k, v), 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
+    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *heads_first(dout, q, k, v, out), lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused,
+        unused, scale=scale))
+
+
+def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies those whose first and last elements lie backends.FAR or more apart: few heads, many tokens."""
+    spans = [sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors]
+    return [t if span < FAR else t.contiguous() for t, span in zip(tensors, spans, strict=True)]
+
+
+def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads_first(*near(q, k, v)), None, True, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
+
+
+def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
+    return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first(*near(dout, q, k, v, out)), lse[..., None], unused, unused, None, None, None, q.shape[1],
+        k.shape[1], 0.0, causal, scale=scale))
+
+
+# --- the flash-attn packages, where they are installed ---
+
+# {kernel: (distribution, module, its forward, its backward)}. Not through torch.nn.attention's
+# activate_flash_attention_impl: in torch 2.13 it fails on flash-attn-4 from beta 19 on, whose forward returns
+# four results and not two; it has no out=; and it replaces `flash` in the whole process
+INTERFACES = {
+    "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward",
+                     "_flash_attn_backward"),
+    "flash_attn_3": ("flash_attn_3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
+    "flash_attn_4": ("flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+}
+SPELLINGS = {"lse": ("softmax_lse", "lse"), "scale": ("softmax_scale",), "causal": ("causal", "is_causal")}
+# what some versions want although nothing of it is used here
+UNUSED = dict.fromkeys(
+    """alibi_slopes k_new v_new qv out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q
+    sequed_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary
+    q_descale k_descale v_descale""".split())
+UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
+
+
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Lists {name: inspect.Parameter}, of a torch.library.custom_op too, which takes (*args, **kwargs)."""
+    return inspect.signature(getattr(function, "_init_fn", function)).parameters
+
+
+def bound(module: ModuleType, name: str, needed: Sequence[str],
+          optional: Sequence[str] = ()) -> Callable[..., Result]:
+    """Makes module.<name> a function of keywords, the same for all versions of its package: `needed`, and
+    of `optional` those that it has. Errors: Unusable where its parameters are others."""
+    if not hasattr(module, name):
+        raise Unusable(f"it has no {module.__name__}.{name}")
+    function = getattr(module, name)
+    known = parameters_of(function)
+    theirs = {ours: s for ours in needed for s in reversed(SPELLINGS.get(ours, (ours,))) if s in known}
+    if lacking := [ours for ours in needed if ours not in theirs]:
+        raise Unusable(f"it is of another version: {name} takes no {lacking[0]}")
+    required = [n for n, p in known.items() if p.default is p.empty and n not in theirs.values()]
+    if unknown := [n for n in required if n not in UNUSED]:
+        raise Unusable(f"it is of another version: {name} wants {unknown[0]}")
+    fixed = {n: UNUSED[n] for n in required}
+    theirs |= {ours: ours for ours in optional if ours in known}
+    return lambda **given: function(**fixed | {theirs[ours]: value for ours, value in given.items()})
+
+
+def installed_kernel(name: str) -> Kernel:
+    """Loads a package's Kernel. Errors: Unusable."""
+    distribution, module, forward, backward = INTERFACES[name]
+    try:
+        package = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name and f"{module}.".startswith(f"{e.name}."):  # flash-attn-4 alone has a folder flash_attn too
+            raise Unusable("it is not installed") from None
+        raise Unusable(f"it cannot be imported ({e})") from None
+    except Exception as e:  # built for another torch, say
+        why = (str(e).splitlines() or [type(e).__name__])[0]
+        raise Unusable(f"it cannot be imported ({why})") from None
+    lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
+    forward_ = bound(package, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
+    backward_ = bound(package, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
+                                          "causal", "deterministic"))
+    # a custom op spells it out_, and may not return it: that does not count
+    takes_out = "out" in parameters_of(getattr(package, forward))
+
+    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+                          **out: torch.Tensor) -> Result:
+        return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]
+
+    def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                           out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
+                  deterministic=torch.are_deterministic_algorithms_enabled())
+        return dq, dk, dv
+    try:
+        label = f"{name} {version(distribution)}"
+    except PackageNotFoundError:
+        label = name
+    return Kernel(name, attention_forward, attention_backward, takes_out, label)
+
+
+# --- without a GPU: what the packages' kernels request, for a trace ---
+
+torch.library.define("memo::attention_backward", "(str kernel, Tensor q, Tensor k) -> ()")
+
+
+@torch.library.impl("memo::attention_backward", "Meta")
+def _(kernel: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
+
+
+def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+                 out: torch.Tensor | None = None) -> Result:
+    B, T, H, D = q.shape
+    return torch.empty_like(q) if out is None else out, q.new_empty(B, H, T, dtype=torch.float32)
+
+
+def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
+    torch.ops.memo.attention_backward(name, q, k)
+    return gradients
+
+
+# --- the choice ---
+
+BACKENDS = {b.name: b for b in (  # those of torch
+    Kernel("cudnn", cudnn_forward, cudnn_backward), Kernel("flash", flash_forward, flash_backward),
+    Kernel("cpu", cpu_forward, cpu_backward), Kernel("math", math_forward, math_backward))}
+
+
+def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
+             aligned: bool) -> tuple[Facts, dict[str, Kernel]]:
+    """Finds (Facts, {name: Kernel} of packages that can be called); imports those alone that could serve."""
+    name, found, why = str(dtype).removeprefix("torch."), {}, {}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if device.type != "cuda":
+        return Facts(device.type, name, head_dim, deterministic), {}
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
+    facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn,
+                  aligned=aligned)
+    for package in PACKAGES:
+        if not missing(package, replace(facts, packages={package: ""})):
+            try:
+                found[package] = installed_kernel(package)
+            except Unusable as e:
+                why[package] = str(e)
+    return replace(facts, packages=why | dict.fromkeys(found, "")), found
+
+
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
+                      aligned: bool = True) -> Kernel:
+    """Finds the Kernel called `name`, for "auto" the fastest one there is; on the meta device any.
+    `aligned`: see backends.Facts. Errors: ConfigError where a named one cannot serve."""
+    if device.type == "meta":
+        return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
+            name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
+    facts, found = facts_of(device, dtype, head_dim, aligned)
+    name, why = choose_kernel(name, facts)
+    kernel = found.get(name) or BACKENDS[name]
+    label = kernel.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
+    return kernel._replace(label=f"{label}: {why}" if why else label)

@@ -1,0 +1,177 @@
+"""Which attention kernels there are, in which order `auto` takes them, and how much memory each takes for
+itself: functions of what a machine has, without torch, so that a run and its estimate choose alike.
+
+Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; of
+flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
+All of them take fewer heads of keys and values than of queries, forward and backward; so do torch's
+cudnn/MHA.cpp, and on the CPU its FlashAttentionKernel.cpp from 2.9 on (pytorch pull request 157893).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from memo.config.config import Config
+from memo.errors import ConfigError
+from memo.system.hardware import LEAST_FP8, Machine
+
+PACKAGES = ("flash_attn_4", "flash_attn_3", "flash_attn_2")  # kernels that torch does not bring along
+# up to here cuDNN is wrong where the tokens are no multiple of 128 (pytorch issue 169849); torch avoids it
+WRONG_CUDNN = 91500
+# from here on it is right where all queries meet keys whose number is 64 mod 128: before, on Hopper, their
+# gradient is NaN in rows of very low scores (cudnn-frontend issue 628)
+RIGHT_CUDNN = 92600
+# elements from a tensor's first to its last: whether cuDNN counts more in 64 bits everywhere is not known
+FAR = 2**31
+TE_WORKSPACE_BYTES = 2**25  # of an FP8 product of transformer-engine's: what it takes itself from Hopper on
+MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Holds what decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for
+    9.24.0, 0: none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can};
+    `aligned`: whether all keys that come as a block of their own, without a mask, are multiples of 128."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    deterministic: bool = False
+    capability: tuple[int, int] = (0, 0)
+    cudnn: int = 0
+    packages: dict[str, str] = field(default_factory=dict)
+    aligned: bool = True
+
+
+def aligned(cfg: Config) -> bool:
+    """Says whether all blocks of keys of other ranks and earlier subsequences are multiples of 128."""
+    return cfg.block_size % (128 * cfg.layout_multiple) == 0
+
+
+def cudnn_version(n: int) -> str:
+    """Writes 92400 as 9.24, 91501 as 9.15.1."""
+    return f"{n // 10000}.{n // 100 % 100}" + f".{n % 100}" * (n % 100 > 0)
+
+
+def order(facts: Facts) -> tuple[str, ...]:
+    """Lists the kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; before
+    Hopper torch too prefers its flash kernel to cuDNN."""
+    if facts.device == "cpu":
+        return ("cpu", "math")
+    newest: tuple[str, ...] = {9: ("flash_attn_4", "flash_attn_3", "cudnn"),
+                               10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
+    return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
+
+
+def check_matmul(cfg: Config, capability: tuple[int, int], itemsize: int) -> None:
+    """Checks that a GPU of a compute capability, (0, 0) for a CPU, has cfg.matmul in a dtype of
+    `itemsize`. Source: memo/kernels/fp8.py. Errors: ConfigError."""
+    if cfg.matmul != "fp8" or capability == (0, 0):
+        return
+    if capability < LEAST_FP8:
+        raise ConfigError("matmul=fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, "
+                          f"Blackwell), not {capability[0]}.{capability[1]}; try --matmul=bf16")
+    if itemsize != 2:
+        raise ConfigError("matmul=fp8 goes with dtype=bfloat16 only on a GPU, not float32 (its FP8 products "
+                          "give no other); try --dtype=bfloat16")
+    if capability == LEAST_FP8 and cfg.tp > 1 and not cfg.metp:
+        raise ConfigError(f"matmul=fp8 with tp={cfg.tp} needs a GPU of compute capability 9.0 or above, not "
+                          "8.9 (its FP8 products take no matrix whose rows lie apart, as those of one rank's "
+                          "columns do); try --tensor_parallel=metp or --matmul=bf16")
+
+
+def missing(name: str, facts: Facts) -> str:
+    """Says why kernel `name` cannot serve, as "it needs ..."; empty where it can."""
+    D, capability = facts.head_dim, facts.capability
+    if name == "math":
+        return ""
+    if name == "cpu":
+        return "" if facts.device == "cpu" else "it runs on the CPU only"
+    if facts.device != "cuda":
+        return "it needs a CUDA device"
+    if facts.dtype != "bfloat16":
+        return "it needs dtype=bfloat16"
+    if D % 8 or D > 256:
+        return f"it needs head_dim={D} to be a multiple of 8 up to 256"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if name in MAJORS and capability[0] not in MAJORS[name]:
+        wanted = " or ".join(f"{major}.x" for major in MAJORS[name])
+        return f"it needs compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
+    if name in ("cudnn", "flash_attn_4") and D > 128:
+        return f"it needs head_dim={D} to be at most 128"
+    if facts.deterministic and name == "cudnn":
+        return "it needs deterministic=False"
+    if facts.deterministic and name == "flash_attn_3" and D > 192:
+        return f"it needs head_dim={D} to be at most 192 or deterministic=False"
+    if name == "flash" and 192 < D <= 224 and (capability[0] == 12 or (8, 6) <= capability <= (8, 9)):
+        return f"it has no backward for head_dim={D} on this GPU"
+    if name == "cudnn" and not facts.cudnn:
+        return "it is not part of this torch"
+    return facts.packages.get(name, "it is not installed") if name in PACKAGES else ""
+
+
+def passed_over(name: str, facts: Facts) -> str:
+    """Says why `auto` does not take kernel `name`; empty where it may."""
+    version, why = cudnn_version(facts.cudnn), missing(name, facts)
+    if why or name != "cudnn":
+        return why
+    if facts.cudnn <= WRONG_CUDNN:
+        last = cudnn_version(WRONG_CUDNN)
+        return f"it is {version}: {last} and older are wrong where the tokens are no multiple of 128"
+    if facts.capability[0] == 9 and not facts.aligned and facts.cudnn < RIGHT_CUDNN:
+        return (f"it is {version}: before {cudnn_version(RIGHT_CUDNN)} gradients may be NaN where a rank's "
+                "or subsequence's part of block_size is no multiple of 128")
+    return ""
+
+
+def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
+    """Finds (the kernel called `name`, or for "auto" the first of order() that can serve; why those before
+    it were not taken, in one line). Errors: ConfigError where a named one cannot serve."""
+    if name != "auto":
+        if why := missing(name, facts):
+            raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
+        return name, ""
+    whys = {kernel: passed_over(kernel, facts) for kernel in order(facts)}
+    name = next(kernel for kernel, why in whys.items() if not why)  # math serves always
+    before = [*whys][:[*whys].index(name)]
+    return name, "; ".join(f"{kernel} {whys[kernel].removeprefix('it ')}" for kernel in before)
+
+
+def kernel_of(cfg: Config, machine: Machine) -> str:
+    """Finds the kernel that a run would take on a Machine: what is named counts as installed, `auto` has
+    what torch of requirements.txt brings along. Errors: ConfigError."""
+    device = "cpu" if machine.cpu else "cuda"
+    dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
+    facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
+                  cudnn=WRONG_CUDNN + 1,  # as of requirements.txt: below RIGHT_CUDNN
+                  packages={cfg.attention: ""}, aligned=aligned(cfg))
+    return choose_kernel(cfg.attention, facts)[0]
+
+
+def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
+               multiprocessors: int = 0) -> list[int]:
+    """Lists the bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D)
+    and k, in its order: all alive at once. The gradient of the queries is summed up in fp32; by flash and
+    flash_attn_2, where deterministic, in so many copies that each multiprocessor has one. Where query
+    heads share keys, flash and flash_attn_2 make the gradients of keys and values for each query head and
+    sum them then, flash_attn_3 and 4 sum them up in fp32. cuDNN's are one request: what cudnn-frontend
+    takes (node/scaled_dot_product_flash_attention.h), and for those gradients a guess, fp32 for each query
+    head: what cuDNN itself takes is not published. Counters are left out."""
+    def up(n: int, multiple: int) -> int:
+        return ceil(n / multiple) * multiple
+    (B, T, H, D), (_, keys, Hkv, _) = q, k
+    rows = 4 * B * H * up(T, 128)  # an fp32 number for each
+    shared = 2 * (Hkv < H)  # gradients of k and of v
+    summed = 4 * B * Hkv * up(keys, 128)
+    if name == "flash_attn_3":
+        width = next(width for width in (64, 96, 128, 192, 256) if width >= D)
+        return [rows, rows, rows * width] + shared * [summed * width]
+    if name == "flash_attn_4":
+        return [rows * up(D, 32), rows, rows] + shared * [summed * up(D, 32)]
+    if name == "cudnn":
+        return [4 * B * H * (T * (D + 1) + shared * keys * D)]
+    if name not in ("flash", "flash_attn_2"):
+        return []
+    copies = ceil(multiprocessors / (B * H)) if deterministic else 1
+    return [rows, rows * copies * up(D, 32 if D <= 128 else 64)] + shared * [2 * B * keys * H * D]

@@ -1,0 +1,31 @@
+"""Pieces of rows: what is done row by row is done piece by piece."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+from memo.config.layer import CHUNK_ROWS, SPLIT_ROWS
+from memo.system.axis import Axis
+
+
+def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None = None) -> list[slice]:
+    """Cuts a rank's own rows first..end into slices, nearly equal, at least `at_once` of them, so many of
+    which together have `most` rows, by default CHUNK_ROWS, of `ranks` ranks or less (each rounded up to
+    SPLIT_ROWS own ones), never fewer than SPLIT_ROWS out of more: bits of products would differ."""
+    whole = (end - first) // SPLIT_ROWS
+    n = max(1, min(whole, max(at_once, -(-(end - first) * ranks * at_once // (most or CHUNK_ROWS)))))
+    edges = [first - (-i * whole // n) * SPLIT_ROWS for i in range(n)] + [end]
+    return [slice(*edge) for edge in pairwise(edges)]
+
+
+def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors, cut into the same ranges of rows."""
+    for r in cut(0, len(tensors[0]), ranks, most=most):
+        yield [t[r] for t in tensors]
+
+
+def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts ids from the first of this rank's V -> (ids, mask of its own); others become any of its own."""
+    ids = ids - axis.rank * V
+    return ids.clamp(0, V - 1), (ids >= 0) & (ids < V)

@@ -1,0 +1,71 @@
+"""The tensors of one layer, by name: what a unit keeps (Activations), and parameters or gradients (Weights).
+The names are those of memo/config/layer.py, which says who has which, and their shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of earlier rows, or their gradients
+
+
+@dataclass(eq=False)
+class Activations:
+    """Holds the skeletal tensors of a unit, views of its buffer; None: the family keeps none.
+
+    `pieces`: with several subsequences (k, v) of those up to the unit's, the unit's own the last; its own `k`
+    and `v` are then made when it computes. `sums`: of their gradients, fp32. `slices`: the tokens of each
+    slice of its own subsequence. `turn`: rotations of its rows; None where positions are learned.
+    """
+
+    x: torch.Tensor
+    attn_out: torch.Tensor
+    lse: torch.Tensor
+    mid: torch.Tensor
+    ln1_out: torch.Tensor | None = None
+    ln1_mean: torch.Tensor | None = None
+    ln1_rstd: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    ln2_out: torch.Tensor | None = None
+    ln2_mean: torch.Tensor | None = None
+    ln2_rstd: torch.Tensor | None = None
+    fc1_out: torch.Tensor | None = None
+    gelu_out: torch.Tensor | None = None
+    gate_out: torch.Tensor | None = None
+    up_out: torch.Tensor | None = None
+    ln1_out_scale: torch.Tensor | None = None
+    ln2_out_scale: torch.Tensor | None = None
+    gelu_out_scale: torch.Tensor | None = None
+    pieces: Pieces = ()
+    sums: Pieces = ()
+    slices: Sequence[int] = ()
+    turn: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Weights:
+    """Holds a rank's parts of a layer's parameters, or of their gradients; None: there is none."""
+
+    q_w: torch.Tensor | None = None
+    k_w: torch.Tensor | None = None
+    v_w: torch.Tensor | None = None
+    proj_w: torch.Tensor | None = None
+    fc1_w: torch.Tensor | None = None
+    fc2_w: torch.Tensor | None = None
+    gate_w: torch.Tensor | None = None
+    up_w: torch.Tensor | None = None
+    down_w: torch.Tensor | None = None
+    q_b: torch.Tensor | None = None
+    k_b: torch.Tensor | None = None
+    v_b: torch.Tensor | None = None
+    proj_b: torch.Tensor | None = None
+    fc1_b: torch.Tensor | None = None
+    fc2_b: torch.Tensor | None = None
+    ln1_w: torch.Tensor | None = None
+    ln1_b: torch.Tensor | None = None
+    ln2_w: torch.Tensor | None = None
+    ln2_b: torch.Tensor | None = None
+    q_norm_w: torch.Tensor | None = None
+    k_norm_w: torch.Tensor | None = None

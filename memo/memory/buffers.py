@@ -1,0 +1,324 @@
+"""Rounding buffers, the host slab, and the copies between them: the memory that a schedule of steps is
+executed in. Source: MEMO 4.1 and 4.3.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+
+from memo.config.layer import INPUT, Layer
+from memo.layer.activations import Activations, Pieces
+from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes, guest_rows, repaid_rows, shared_regions
+from memo.memory.slab import HostSlab
+from memo.schedule.execute import Executor, Work
+from memo.schedule.help import HELPER_PLACES, turns_of
+from memo.schedule.place import Content, Part, Region, place_at
+from memo.schedule.program import EMBEDDING, SWEEP_PLACES
+from memo.schedule.states import States
+from memo.schedule.step import COPIES, Moved, Op, Step, Unit
+from memo.schedule.streams import Streams, close_streams, open_streams
+from memo.schedule.waits import Passes, passes_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Pairs = list[Pair]  # bytes on the device and on the host, for one copy each
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """Views a contiguous tensor as its bytes."""
+    return t.view(-1).view(torch.uint8)
+
+
+def copy_bytes(pairs: Pairs) -> None:
+    """Copies [(destination, source)]; without waiting for it on CUDA."""
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)
+
+
+def of_rows(pair: Pair, rows: tuple[int, int], tokens: int) -> Pair:
+    """Picks rows of keys and values (B, T, Hkv, D) with so many tokens for each."""
+    k, v = (t[:, rows[0] * tokens // len(t):rows[1] * tokens // len(t)] for t in pair)
+    return k, v
+
+
+def of_sequences(stream: torch.Tensor, B: int, first: int, end: int) -> torch.Tensor:
+    """Picks rows of B sequences, equally many of each: (n, ...) -> (B, rows, ...)."""
+    return stream.unflatten(0, (B, -1))[:, first // B:end // B]
+
+
+def flat(pieces: Pieces) -> list[torch.Tensor]:
+    """Finds keys and values that are neighbours in memory as one tensor; nothing where there are none."""
+    numel = sum(t.numel() for pair in pieces for t in pair)
+    return [pieces[0][0].as_strided((numel,), (1,))] if numel else []
+
+
+class Swap:
+    """The activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
+
+    `tensors`: {name: Tensor} of one layer. `units`: each unit's skeletal tensors, views of its buffer;
+    `layers`: those of the first subsequence. `between`: (x, y) of each unit, twice (n_i, C), or (B, n_i/B, C)
+    where other stages compute the rows between: what lies below it and above it; in the backward their
+    gradients. With one subsequence x is the unit's own input, with several both are one place, of the stream.
+    `whole`: `between` with the rows that other stages compute; `x[layer]`: all rows, where the device has
+    them. `keys`, `sums`: pieces of each unit, with all rows. `missing[k]`: {tensor: rows to recompute} of
+    unit k. `passes`: the schedules, which `executor` runs.
+
+    `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
+    passes can be made. `params`: those of each layer, flat, with padding, where stages compute rows for each
+    other: `lending` then has the places for it. Errors: OutOfHostMemory.
+    """
+
+    def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
+                 device: torch.device, tp: int = 1, streams: Streams | None = None, pin: bool = True,
+                 key_shape: tuple[int, int] = (1, 1), gradients: bool = True,
+                 params: Sequence[torch.Tensor] = (), states: States | None = None) -> None:
+        p, self.layer = placement, layer
+        self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
+        tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
+        numel = len(params[0]) if params else 0
+        self.params, self.sizes = params, Sizes(p, tensors, numel)
+        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(self.sizes)
+        if not gradients:
+            nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
+        self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
+        lanes = [f"{lane} {partner}" for partner in p.partners for lane in ("from", "to")]
+        self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
+        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device)
+                        for name, n in nbytes.items()}
+        shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.lengths]
+
+        def view(k: int, i: int, name: str) -> torch.Tensor:
+            t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
+            return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
+        names = [name for name in tensors if name in self.buffers]
+        self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
+                      for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
+        self.sweep_inputs: list[torch.Tensor] = []
+        self.lending: Lending | None = None
+        self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
+        self.between: dict[Unit, Pair] = {}
+        self.whole: dict[Unit, Pair] = {}
+        if p.several:
+            self.add_pieces(gradients, numel)
+            self.add_stream()
+        else:  # a layer's output has the place of the next one's input
+            self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
+            self.between = self.whole = {Unit(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
+        self.layers = [self.units[Unit(i, 0)] for i in range(p.n_layer)]
+        missing = {k: p.missing(k) for k in set(p.like)}
+        self.missing = [missing[like] for like in p.like]
+        self.slab = HostSlab(self.host_bytes, device, pin) if self.host_bytes else None
+        self.executor = Executor(self.streams, self.label)
+        self.set_passes(passes_of(replace(p.program, trains=gradients), states or States(p.n_layer)))
+        self.pairs = self.swapped_pairs()
+
+    def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Views the tensor of this shape at byte `at` of a region."""
+        return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def add_stream(self) -> None:
+        """Finds what lies between layers in the stream's places, and the places for inputs of sweeps."""
+        p, x = self.placement, self.tensors[INPUT]
+        if p.stream == "whole":
+            self.x = [self.cut("stream", 0, x.shape, self.dtype)] * (p.n_layer + 1)
+        for unit, s in self.units.items():
+            n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[unit.subsequence]
+            at = p.first_row(self.sizes.memory.below(unit)) * p.row_bytes(x)
+            stream = self.cut("stream", at, (n, *x.shape[1:]), self.dtype)
+            own = stream if n == len(s.x) else of_sequences(stream, self.B, 0, len(s.x))
+            self.whole[unit], self.between[unit] = (stream, stream), (own, own)
+        swept = self.buffers["sweep"].view(self.dtype).view(-1, *x.shape[1:])
+        self.sweep_inputs = list(swept.split(max(p.cuts)))
+
+    def add_pieces(self, gradients: bool, numel: int) -> None:
+        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs; of that one their
+        own rows."""
+        p, (tokens, heads) = self.placement, self.key_shape
+        memory = self.sizes.memory
+        row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
+
+        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> Pair:
+            shape = self.B, rows * tokens // self.B, heads, self.layer.head_dim
+            k, v = self.cut(region, at, (2, *shape), dtype)
+            return k, v
+        for layer in range(p.n_layer):
+            units = [Unit(layer, i) for i in range(p.subsequences)]
+            keys = [piece("keys", p.first_row(memory.keys(unit)) * row * self.dtype.itemsize,
+                          p.cuts[unit[1]], self.dtype) for unit in units]
+            sums = [piece("key_gradients", p.first_row(place_at(Region.SUMS, *unit)) * row * 4,
+                          p.cuts[unit[1]], torch.float32) for unit in units if gradients]
+            for n, unit in enumerate(units, 1):
+                self.keys[unit], self.sums[unit] = keys[:n], sums[:n]
+        if p.guests or p.lent:
+            self.lending = Lending(p, self.cut, piece, numel, row, self.dtype)
+            self.keys |= self.lending.keys
+            self.sums |= self.lending.sums
+        for unit, s in self.units.items():
+            guest, mine = p.guest_of.get(unit.subsequence), p.rows(p.number[unit])
+            # the rows before a guest's own are a piece
+            last = [(0, guest.first), (guest.first, guest.end)] if guest else [(0, mine)]
+            s.pieces, s.sums = (
+                [*pairs[:-1], *(of_rows(pair, rows, tokens) for pair in pairs[-1:] for rows in last)]
+                for pairs in (self.keys[unit], self.sums[unit]))
+
+    def set_passes(self, passes: Passes) -> None:
+        """Makes these the schedules."""
+        self.passes = passes
+        self.executor.expect(passes)
+
+    def label(self, step: Step) -> str:
+        if step.op is Op.CLIP or step.moved is Moved.SCALE:  # of no unit
+            return step.kind
+        if step.of_states:  # of a layer, or what counts as one
+            ends = {EMBEDDING: "of the embedding", self.placement.n_layer: "of the head"}
+            return f"{step.kind} {ends.get(step.unit.layer, step.unit.layer)}"
+        return f"{step.kind} {self.name(step.unit)}"
+
+    def name(self, unit: Unit) -> str:
+        """Names a unit by its layer; with several subsequences also by its own."""
+        return ".".join(map(str, unit if self.placement.several else unit[:1]))
+
+    # --- what moves ---
+
+    def views(self, part: Part) -> list[torch.Tensor]:
+        """Finds the contiguous tensors that are a part, on the device; of a home's what it lends or sums."""
+        p, (content, unit, rows) = self.placement, part
+        guest = p.guest_of.get(unit.subsequence)
+        match content:
+            case Content.INPUT if unit in self.sizes.memory.streamed:
+                return [self.units[unit].x]
+            case Content.KEPT | Content.INPUT:
+                return self.survivors(part)
+            case Content.SWEPT:
+                return [self.input_of_sweep(unit)]
+            case Content.BELOW | Content.ABOVE:
+                stream = self.whole[unit][content is Content.ABOVE]
+                first, end = (0, guest.rows) if guest else rows or (0, 0)
+                return [stream] if rows is None else [*of_sequences(stream, self.B, first, end)]
+        *before, last = (self.keys if content in (Content.KEYS, Content.LOAN) else self.sums)[unit]
+        if content in (Content.LOAN, Content.REPAID):
+            lending = self.lending
+            assert lending is not None  # it moves with MSP alone
+            if guest:  # which has places of its own for them
+                of_layer = lending.weights if content is Content.LOAN else lending.gradients
+                return [of_layer[lending.turn[unit]], *flat(before)]
+            return [*[self.params[unit.layer]] * (content is Content.LOAN), *flat(before)]
+        if rows is None:
+            return [*last]
+        return [sequence for t in of_rows(last, rows, self.key_shape[0]) for sequence in t]
+
+    def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
+        """Finds the bytes of what a unit keeps, or of its input, that the host takes; or, `resident`, that
+        have a copy on the device."""
+        s, p = self.units[part.unit], self.placement
+        k = p.like[p.number[part.unit]]
+        ranges = p.kept_bytes(k, self.tensors, resident) if resident else self.sizes.kept[k]
+        return [bytes_of(getattr(s, name))[at:at + n] for name, (at, n) in ranges.items()
+                if (name == INPUT) == (part.content is Content.INPUT)]
+
+    def swapped_pairs(self) -> dict[Step, Pairs]:
+        """Finds for each step that copies [(bytes of a buffer, their bytes in the slab, or where they
+        stay)]."""
+        p, sizes, memory = self.placement, self.sizes, self.sizes.memory
+        passes = self.passes
+        copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
+                  if step.op in COPIES and not step.of_states]
+        end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
+        # {(a place in the slab, whether of what survives beside an input there): its first byte}
+        places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
+                  for unit, (first, _) in p.stream_rows.items()}
+        pairs = dict[Part, Pairs]()
+        for step in copies:  # to the host first
+            rests = p.stays and step.op is Op.OFFLOAD and step.moved is Moved.ACTIVATIONS
+            for part in reversed(memory.moves(step)):  # inputs first, as a layer has them
+                if part in pairs:
+                    continue
+                there, pairs[part] = (memory.slab(part), part.content is Content.KEPT), []
+                if there not in places:
+                    places[there], end = end, end + sizes.of(part)
+                at = places[there]
+                for t in self.views(part) if sizes.of(part) else ():
+                    assert self.slab is not None  # it is as large as all that goes there
+                    pairs[part] += self.slab.pairs(at, bytes_of(t))
+                    at += t.nbytes
+                for t in self.survivors(part, resident=True) if rests else ():
+                    pairs[part].append((t, self.buffers["resident"][stayed:stayed + t.nbytes]))
+                    stayed += t.nbytes
+        assert end == self.host_bytes  # the slab is as large as what goes there
+        return {step: [pair for part in reversed(memory.moves(step)) for pair in pairs[part]]
+                for step in copies}
+
+    def input_of_sweep(self, unit: Unit) -> torch.Tensor:
+        """Finds where the input (n, C) of a unit lies for the sweep: it has come back there, or never left
+        the unit."""
+        x, swept = self.units[unit].x, self.sizes.memory.swept
+        return self.sweep_inputs[swept[unit] % SWEEP_PLACES][:len(x)] if unit in swept else x
+
+    def message(self, step: Step) -> list[torch.Tensor]:
+        """Finds what a step sends or receives, as long at both ends; or what a home adds."""
+        parts = self.sizes.memory.moves(step)
+        if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
+            assert self.lending is not None and step.peer is not None
+            numel, repaid = len(self.params[0]), self.lending.repaid[step.peer]
+            tensors = [repaid[:numel], repaid[numel:self.sizes.moved(step) // 4]]
+        else:
+            tensors = [t for part in parts for t in self.views(part)]
+        return [t for t in tensors if t.numel()]
+
+    def add(self, step: Step, gradients: torch.Tensor) -> None:
+        """Adds what a helper has repaid to the `gradients` of a layer, flat, and to the sums."""
+        totals = [gradients, *self.views(*self.sizes.memory.moves(step))]
+        for total, more in zip(totals, self.message(step), strict=True):
+            total.add_(more)
+
+    def copy_of(self, step: Step) -> Work:
+        """Finds what a step copies."""
+        pairs = self.pairs.get(step, [])
+        there = [(host, device) for device, host in pairs] if step.op is Op.OFFLOAD else pairs
+        return Work(self.label(step), copy_bytes, (there,))
+
+    def close(self) -> None:
+        """Waits for the copies under way and gives the memory back."""
+        close_streams(self.streams)
+        self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
+        self.whole, self.lending, self.keys, self.sums = {}, None, {}, {}
+        self.sweep_inputs, self.buffers = [], {}
+        if self.slab is not None:
+            self.slab.close()
+            self.slab = None
+
+
+class Lending:
+    """Where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest, and
+    a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
+
+    `cut`: Swap.cut. `piece(region, byte, rows, dtype)` -> (k, v) there. `numel`: elements of a layer's
+    parameters; `row`: of keys and values of a row. `weights`, `gradients`: of a helper's two places, flat;
+    `turn`: which of them each guest's unit has. `keys`, `sums`: of a guest's unit, piece by piece, the last
+    one up to its own rows. `repaid`: {helper: place of gradients of the weights, and of sums of keys and
+    values, flat}."""
+
+    def __init__(self, placement: Placement, cut: Callable[..., torch.Tensor], piece: Callable[..., Pair],
+                 numel: int, row: int, dtype: torch.dtype) -> None:
+        p, rows, size, fp32 = placement, guest_rows(placement), dtype.itemsize, torch.float32
+        places = range(HELPER_PLACES) if p.guests else ()
+        self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
+        begins = [4 * k * (numel + rows * row) for k in places]
+        self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
+        self.turn = turns_of(p.units, p.guest_of)
+        self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
+        for unit, turn in self.turn.items():
+            guest = p.guest_of[unit.subsequence]
+            ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
+            for pieces, region, at, kind in (
+                    (self.keys, "guest_keys", turn * rows * row * size, dtype),
+                    (self.sums, "guest_gradients", begins[turn] + 4 * numel, fp32)):
+                pieces[unit] = [piece(region, at + first * row * kind.itemsize, end - first, kind)
+                                for first, end in pairwise(ends)]
+        sizes = {helper: numel + row * before for helper, before in repaid_rows(p).items()}
+        begins = [4 * at for at in accumulate(sizes.values(), initial=0)]
+        self.repaid = {helper: cut("repaid", at, (n,), fp32)
+                       for (helper, n), at in zip(sizes.items(), begins, strict=False)}

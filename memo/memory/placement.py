@@ -1,0 +1,400 @@
+"""Where the skeletal activations of all units are between their forward and their backward. No torch.
+Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice
+from math import prod
+
+from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
+from memo.config.msp import Help, guest_number
+from memo.schedule.order import STREAM_PLACES, ForwardOrder, forward_order, keys_leave
+from memo.schedule.place import Place, Region
+from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
+from memo.schedule.step import Unit
+from memo.schedule.waits import Schedule, schedule
+
+Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one
+
+
+@dataclass(frozen=True)
+class Placement(Surroundings):
+    """Where the skeletal activations of the units are between their forward and their backward.
+
+    Unit k, by its place in the order of the forward, computes in buffer k % n_buffers. Of a swapped unit,
+    `kept[name]` of the n rows of each tensor survive: `x` on the device if x_stays, all else in the host
+    slab. They are the first rows in an even buffer and the last in an odd one, and two buffers lie in memory
+    so that their other rows, which are recomputed anyway, are the same:
+
+        buffer 0   kept rows | shared rows                          n + kept rows in all, not 2 n
+        buffer 1               shared rows | kept rows
+
+    Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
+    (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. `input_only` swapped
+    units keep x alone and recompute their attention too: the earliest subsequences of all layers first, whose
+    attention costs least. The modes are points of this: keep (a buffer for each unit), recompute (one buffer,
+    x_stays, only inputs), swap and memo.
+
+    With several subsequences, `cuts`, keys and values are in none of these buffers, nor is the stream between
+    layers (memo/schedule/program.py). Layer by layer a unit whose input is in a stream that is copied sends
+    no x. Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of
+    `guests` are units like its own, of a subsequence each (memo/schedule/help.py). `dealt`: how often each
+    head of keys lies in the pieces of all ranks (memo/config/layer.py: keys_dealt).
+    """
+
+    n_layer: int
+    n_buffers: int
+    n_rows: int  # of a rank's own, of all subsequences
+    kept: Rows = field(default_factory=dict)  # {tensor: of n_rows}; all rows of those it does not name
+    input_only: int = 0  # with any, `kept` names all tensors but keys and values
+    x_stays: bool = False
+    cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
+    order: str = "layer"
+    stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
+    dealt: int = 1
+
+    def as_dict(self) -> dict[str, object]:
+        """Lists the fields for plan.json, but those that say nothing with one subsequence, with no copies
+        on the device, or in one stage."""
+        silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come",
+                                    "stays") if not getattr(self, name)}
+        silent |= set() if self.several else {"cuts", "order", "keys", "stream", "dealt"}
+        said = {name: value for name, value in asdict(self).items() if name not in silent}
+        return said | {name: [piece._asdict() for piece in getattr(self, name)]
+                       for name in said.keys() & {"guests", "lent"}}
+
+    @cached_property
+    def several(self) -> bool:
+        """Says whether there are several subsequences."""
+        return len(self.cuts) > 1
+
+    @cached_property
+    def subsequences(self) -> int:
+        return max(1, len(self.cuts))
+
+    @property
+    def what(self) -> str:
+        return "units" if self.several else "layers"
+
+    @cached_property
+    def n_units(self) -> int:
+        return self.n_layer * self.subsequences + sum(piece.layers for piece in self.guests)
+
+    @cached_property
+    def forward_order(self) -> ForwardOrder:
+        return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
+
+    @property
+    def units(self) -> list[Unit]:
+        """Lists the units in the order of the forward; a guest's have its number in the place of a
+        subsequence."""
+        return self.forward_order.units
+
+    @cached_property
+    def guest_of(self) -> dict[int, Help]:
+        """Finds a guest by its number."""
+        return {guest_number(piece, self.subsequences): piece for piece in self.guests}
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Lists the rows of a unit at each subsequence but for those that others compute; behind them, of
+        each guest's. The tuples of Rows are in this order."""
+        own = [*(self.cuts or (self.n_rows,))]
+        for piece in self.lent:
+            own[piece.subsequence] -= piece.rows
+        return *own, *(piece.rows for piece in self.guests)
+
+    @cached_property
+    def partners(self) -> list[int]:
+        """Lists the stages that compute for this one, and those for which it computes."""
+        return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Lists for each unit the place of its subsequence, or guest, in `lengths`."""
+        return self.forward_order.kinds
+
+    @cached_property
+    def number(self) -> dict[Unit, int]:
+        """Numbers the units in the order of the forward."""
+        return self.forward_order.number
+
+    def rows(self, k: int) -> int:
+        """Counts the rows of unit k."""
+        return self.lengths[self.kinds[k]] if self.several else self.n_rows
+
+    def apart(self, name: str) -> bool:
+        """Says whether a tensor is in no buffer: keys and values, where there are several subsequences."""
+        return self.several and name in KEYS_VALUES
+
+    def part(self, i: int, whole: int | tuple[int, ...]) -> int:
+        """Counts the rows of a unit of `lengths[i]`: its own number, or as large a part of its rows as
+        `whole` of all, in multiples of SPLIT_ROWS."""
+        if isinstance(whole, tuple):
+            return whole[i]
+        return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
+
+    def kept_rows(self, i: int, name: str) -> int:
+        """Counts the rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
+        return self.part(i, self.kept.get(name, self.n_rows))
+
+    def copied_rows(self, i: int, name: str, kept: int, resident: bool) -> int:
+        """Counts those of the `kept` rows that survive of such a unit that the host takes; or, `resident`,
+        that stay on the device."""
+        stay = min(kept, self.part(i, self.stays.get(name, 0)))
+        return stay if resident else kept - stay
+
+    @property
+    def n_inputs(self) -> int:
+        """Counts the buffers for the units' inputs. With one subsequence a unit writes the next one's input
+        while an earlier one's is still copied; with several it copies its own from the stream."""
+        return (self.n_units if self.x_stays else self.n_buffers) + (not self.several)
+
+    @cached_property
+    def n_swapped(self) -> int:
+        return self.n_units - self.n_buffers
+
+    @cached_property
+    def followed(self) -> set[tuple[int, ...]]:
+        """Collects the place in `lengths` of each swapped unit, and those of the units behind it while
+        which its copy may run: n_buffers - 1, at least one, at most those of a layer."""
+        ahead, kinds = min(max(1, self.n_buffers - 1), self.subsequences), self.kinds
+        return {*zip(*(kinds[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
+
+    @cached_property
+    def gives_up(self) -> frozenset[int]:
+        """Numbers the swapped units of which nothing but the input survives."""
+        if not self.input_only:
+            return frozenset()
+        return frozenset(sorted(range(max(0, self.n_swapped)), key=self.kinds.__getitem__)[:self.input_only])
+
+    @cached_property
+    def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
+        """Keeps what buffers_of has found, by the number of the tensor's buffers and its rows that
+        survive."""
+        return {}
+
+    @cached_property
+    def sizes_known(self) -> dict[int | str, int]:
+        """Keeps what AlphaProblem.device_bytes_at has found, by rows that survive; "beside": its
+        beside_bytes."""
+        return {}
+
+    def buffers_of(self, name: str) -> list[tuple[int, int]]:
+        """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
+        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
+        if like not in self.buffers_known:
+            self.buffers_known[like] = self.find_buffers(name)
+        return self.buffers_known[like]
+
+    def find_buffers(self, name: str) -> list[tuple[int, int]]:
+        n = self.n_inputs if name == INPUT else self.n_buffers
+        if not self.several and (name == INPUT or n != 2):  # one after the other
+            return [(b * self.n_rows, self.n_rows) for b in range(n)]
+        found = buffers_in_turns(self.forward_order, self.lengths, n)
+        if n != 2:
+            return found
+        lengths = [rows for _, rows in found]
+        # neighbours take turns: neither may reach into what the other keeps
+        kept = [self.kept_rows(i, name) for i in range(len(self.lengths))]
+        spans = [self.lengths[a] + kept[b] for i, j in self.forward_order.neighbours
+                 for a, b in ((i, j), (j, i))]
+        span = max(*lengths, *spans)
+        return [(0, lengths[0]), (span - lengths[1], lengths[1])]
+
+    def place(self, k: int, name: str) -> int:
+        """Finds the first row of unit k's `name`, from the begin of the tensor's memory. A unit has the
+        first rows of a buffer, but the last rows of an odd one of two."""
+        places = self.buffers_of(name)
+        first, length = places[k % len(places)]
+        return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
+
+    def first_kept(self, k: int, name: str) -> tuple[int, int]:
+        """Counts the rows of tensor `name` of unit k that survive, and finds the first of them."""
+        n = self.rows(k)
+        if k in self.gives_up and name != INPUT:
+            rows = 0
+        elif k < self.n_swapped or (k < self.n_units - 1 and self.n_buffers == 2):
+            rows = self.kept_rows(self.kinds[k], name)
+        else:
+            rows = n
+        return rows, (n - rows) * (k % self.n_buffers % 2)
+
+    def missing(self, k: int) -> dict[str, slice]:
+        """Finds {tensor: slice of its rows that unit k recomputes}, of the tensors that lack any."""
+        n, found = self.rows(k), {}
+        for name in self.kept:
+            rows, first = self.first_kept(k, name)
+            if rows < n and not self.apart(name):
+                found[name] = slice(0, first) if first else slice(rows, n)
+        return found
+
+    def kept_bytes(self, k: int, tensors: dict[str, Tensor],
+                   resident: bool = False) -> dict[str, tuple[int, int]]:
+        """Finds {tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it
+        stays on the device}; of its input too, wherever that is. `tensors`: of all rows."""
+        ranges = {}
+        for name, t in tensors.items() if k < self.n_swapped else ():
+            if not self.apart(name):
+                kept, first = self.first_kept(k, name)
+                n = self.copied_rows(self.kinds[k], name, kept, resident)
+                ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
+        return {name: (first, n) for name, (first, n) in ranges.items() if n}
+
+    def keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes of a row's keys and values in the pieces that attention over a prefix reads."""
+        return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
+
+    def sent_keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes that a unit sends to the host for each row of its keys and values, where these
+        leave."""
+        copied = self.several and self.keys == "copied"
+        return self.keys_row_bytes(tensors) if copied else 0
+
+    @cached_property
+    def stream_rows(self) -> dict[Unit, tuple[int, int]]:
+        """Finds for each unit (first row in the slab, which begins with these, rows) of what leaves the
+        device of what lies between layers: below that layer, or above the last one. Where no input
+        survives its layer, in a pass without a backward, all layers' have the same places."""
+        if not self.several or self.stream != "copied":
+            return {}
+        return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
+
+    def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes of the host slab for what lies between layers."""
+        return self.row_bytes(tensors[INPUT]) * max(map(sum, self.stream_rows.values()), default=0)
+
+    @property
+    def own_stream_rows(self) -> int:
+        """Counts the rows of the stream's memory, beside those of guests."""
+        return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
+
+    def first_row(self, place: Place) -> int:
+        """Finds the first row of a place of the stream, of keys and values, or of the sums of their
+        gradients, from the begin of the memory for these."""
+        match place.region, place.at:
+            case Region.GUEST_STREAM, (number,):
+                before = self.guests[:[*self.guest_of].index(number)]
+                return self.own_stream_rows + sum(piece.rows for piece in before)
+            case Region.STREAM, (turn,) if self.stream != "whole":
+                return turn * max(self.cuts)
+            case Region.KEYS, (0, odd) if self.keys != "stay":  # the first piece has two places
+                return odd * self.n_rows
+            case Region.SUMS, (_, i) if self.order == "layer":  # those of one layer
+                return sum(self.cuts[:i])
+        *layer, i = place.at
+        return sum(layer) * self.n_rows + sum(self.cuts[:i])
+
+    @cached_property
+    def like(self) -> list[int]:
+        """Finds for each unit the first one of which the same rows survive, in the same place of a buffer."""
+        firsts: dict[tuple[object, ...], int] = {}
+        swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
+        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
+                                   unit in self.stream_rows), k)
+                for k, (i, unit) in enumerate(zip(self.kinds, self.units, strict=True))]
+
+    @cached_property
+    def program(self) -> Program:
+        """Makes the program of a training step."""
+        swapped = frozenset(range(self.n_swapped))
+        copied = swapped - (self.gives_up if self.x_stays else frozenset())
+        lacking = {i for i, n in enumerate(self.lengths) if any(
+            self.kept_rows(i, name) < n for name in self.kept if not self.apart(name))}
+        fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
+        rebuilt = frozenset(k for k in fewer if self.kinds[k] in lacking or k in self.gives_up)
+        around = {f.name: getattr(self, f.name) for f in fields(Surroundings)}
+        fates = Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
+        return Program(fates, self.n_layer, self.subsequences, self.order)
+
+    def schedule(self, trains: bool = True) -> Schedule:
+        """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
+        return schedule(self.program if trains else replace(self.program, trains=False))
+
+    def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
+        """Counts the bytes on the device of what is needed besides buffers: what stays; with several
+        subsequences keys and values, the fp32 sums of their gradients, the stream between two layers,
+        inputs for sweeps."""
+        resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
+        if not self.several:
+            return resident
+        elements = self.keys_row_bytes(tensors)
+        layers = self.n_layer if self.keys == "stay" else 1
+        made = self.keys == "made" and not self.x_stays  # from inputs that swapped units have sent
+        sweeps = (unit for unit in self.units[:max(0, self.n_swapped)] if keys_leave(unit, self.n_layer))
+        x = self.row_bytes(tensors[INPUT])
+        itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
+        summed = self.n_layer if self.order == "subsequence" else 1
+        return resident | {
+            "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
+            "key_gradients": elements * 4 // itemsize * summed * self.n_rows,
+            "stream": x * (self.own_stream_rows + sum(piece.rows for piece in self.guests)),
+            "sweep": x * max(self.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
+
+    def row_bytes(self, t: Tensor) -> int:
+        """Counts the bytes of one own row of a tensor that holds all of them."""
+        return t.nbytes // self.n_rows
+
+    def host_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of
+        all rows."""
+        return (self.stream_bytes(tensors) + sum(self.survivor_bytes(tensors).values())
+                + self.keys_bytes(tensors))
+
+    def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes of keys and values that go to the host, of all units."""
+        leaving = self.forward_order.keys_leaving
+        return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
+
+    def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
+        """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""
+        found = dict.fromkeys(tensors, 0)
+        for k, units in Counter(self.like).items():
+            for name, (_, nbytes) in self.kept_bytes(k, tensors, resident).items():
+                if name != INPUT or not (self.x_stays or self.units[k] in self.stream_rows):
+                    found[name] += units * nbytes
+        return {name: n for name, n in found.items() if n}
+
+    def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
+        """Counts for each tensor the bytes of all its buffers on the device. Without x_stays they do not
+        depend on n_layer, but for keep. `tensors`: of all rows."""
+        found = {}
+        for name, t in tensors.items():
+            if not self.apart(name):
+                first, length = self.buffers_of(name)[-1]
+                found[name] = self.row_bytes(t) * (first + length)
+        return found
+
+    def device_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Counts the bytes of all buffers and regions on the device."""
+        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors).values())
+
+
+@lru_cache(128)  # many placements of a search have the same
+def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> list[tuple[int, int]]:
+    """Lists (first row, rows) of n buffers, one after the other, that units of `lengths` take in turns."""
+    rows = [lengths[kind] for kind in order.kinds]
+    longest = [max(rows[b::n]) for b in range(n)]
+    return list(zip(accumulate(longest, initial=0), longest, strict=False))
+
+
+@lru_cache(16)
+def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
+                forward_only: bool) -> dict[Unit, tuple[int, int]]:
+    """Finds Placement.stream_rows of a stream that is copied."""
+    units, firsts = order.stream_leaves, [0, *accumulate(cuts)]
+    ends = accumulate((cuts[i] for _, i in units), initial=0)
+    return {unit: (firsts[unit.subsequence] if forward_only else end, cuts[unit.subsequence])
+            for unit, end in zip(units, ends, strict=False)}
+
+
+def rows(fraction: float, n_rows: int, granularity: int) -> int:
+    """Counts the rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded
+    down, such that at least `granularity` rows remain; at 1 all rows."""
+    if fraction >= 1:
+        return n_rows
+    most = max(0, n_rows - granularity)
+    wanted = min(fraction * n_rows * (1 + 1e-12), most)  # 0.29 of 100 is 29, not 28
+    return int(wanted / granularity) * granularity

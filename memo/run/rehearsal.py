@@ -1,0 +1,175 @@
+"""The memory requests of a step: recorded from a rehearsal, or traced without memory or GPU."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memo.kernels.backends import workspaces
+from memo.planner.allocator import Arena, NoArena, Result
+from memo.planner.trace import Entry, Trace, checked_trace
+from memo.schedule.streams import open_streams
+from memo.schedule.waits import passes_of
+from memo.states.protocols import Model
+
+PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
+MORE_LENGTHS = 4  # of subsequences that are traced
+# (name of an operation, its arguments) -> bytes of each request of an attention kernel for itself
+RequestsOf = Callable[[str, Sequence], list[int]]
+
+
+class Rehearsal(NoArena):
+    """Stands for a model's arena in a step and an evaluation: of segments with the same requests (layers are
+    identical) only the first runs. `order`: {label: its first like}. `subsequences`: which run; None: all."""
+
+    def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
+        self.arena, self.subsequences = arena, subsequences
+        self.first: dict[str, str] = {}
+        self.order: dict[str, str] = {}
+
+    def run(self, label: str, work: Callable, *args: object) -> Any:
+        name, _, unit = label.rpartition(" ")
+        layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
+        if subsequence and self.subsequences and int(subsequence) not in self.subsequences:
+            return
+        kind = f"{name} {subsequence}" if layer.isdigit() else label
+        if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
+            kind += str(args[-1])
+        if kind not in self.first:
+            self.first[kind] = label
+            self.arena.run(label, work, *args)
+        self.order[label] = self.first[kind]
+
+
+def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
+                       subsequences: list[int] | None = None) -> Trace:
+    """Records a Trace of a step and an evaluation's head at the reserved shape, of one layer of each kind,
+    and of these `subsequences` alone. Copies nothing; the model's gradients are zero afterwards."""
+    swap, (B, T) = model.swap, model.shape
+    tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
+    passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
+    model.arena = rehearsal
+    swap.set_passes(passes.compute_only())
+    try:
+        model.forward(tokens, tokens, scale=1.0)
+        model.backward()
+        model.forward(tokens, tokens)
+        return arena.recorded().repeated(rehearsal.order.items())
+    finally:
+        swap.set_passes(passes)
+        model.arena = before
+        swap.streams.timeline.clear()
+        model.grads.zero_()
+
+
+def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
+                    missing: Sequence[dict[str, slice]], device: str = "meta",
+                    requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
+    """Traces a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: on "meta"
+    as on a GPU, on "cpu" as on the CPU; of many subsequences those that request most. `missing`, `keys`: see
+    Placement. requests(name of an operation, its arguments): see kernel_requests; None: without."""
+    with FakeTensorMode() if device == "cpu" else nullcontext():
+        model = make(torch.device(device))
+        model.reserve(B, T, streams=open_streams(torch.device("cpu")))
+        swap = model.swap
+        swap.missing, p = list(missing), swap.placement
+        rebuilt = frozenset(k for k, rows in enumerate(missing) if rows)
+        fates = replace(p.program.fates, rebuilt=rebuilt, keys=keys)
+        swap.set_passes(passes_of(replace(p.program, fates=fates), model.states))
+        for s in swap.units.values() if p.several else ():
+            s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
+                                for them in (s.pieces, s.sums))
+        return rehearsed_requests(model, FakeArena(requests), [*largest_subsequences(p.cuts), *p.guest_of])
+
+
+def largest_subsequences(cuts: Sequence[int]) -> list[int]:
+    """Picks the subsequences that request most: the first, which are the longest, and some shorter ones,
+    where rows may be cut into fewer and longer pieces."""
+    first = {n: i for i, n in reversed(list(enumerate(cuts)))}
+    shorter = sorted(i for i in first.values() if i > PIECES_BEFORE)
+    return [*range(PIECES_BEFORE + 1), *shorter[::-(-len(shorter) // MORE_LENGTHS) or 1]]
+
+
+def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
+                    multiprocessors: int = 0) -> list[int]:
+    """Lists the bytes of each request that an operation `name` makes for itself: on the CPU a block of scores
+    for each thread (backward also of gradients), as in torch's FlashAttentionKernel.cpp; on a GPU those of
+    backends.workspaces, and torch's flash makes dout and out contiguous."""
+    copies = []
+    if name == "memo::attention_backward":
+        kernel, q, k = args[0], args[1].shape, args[2].shape
+    elif "scaled_dot_product" not in name:
+        return []
+    elif "for_cpu" in name:
+        backward = name.endswith("_backward")
+        q, k = args[1:3] if backward else args[:2]
+        return [cpu_workspace_bytes(q, k, threads, backward)]
+    elif name.endswith("_backward"):
+        kernel, (q, k) = "cudnn" if "cudnn" in name else "flash", (t.transpose(1, 2).shape for t in args[1:3])
+        if kernel == "flash":
+            copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
+    else:
+        return []
+    return copies + workspaces(kernel, q, k, deterministic, multiprocessors)
+
+
+def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward: bool) -> int:
+    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])  # (B, H, T, D)
+    queries = 256 if T >= 768 else 64 if T >= 192 else 32
+    scores = queries * keys * (4 + 2 * (q.element_size() == 2))
+    return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
+
+
+def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
+    """Yields the tensors among an operation's arguments or results, and in lists of these."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(value)
+
+
+class FakeArena(TorchDispatchMode):
+    """Records the requests of segments on fake tensors: of operations' results, and traced_requests()'s."""
+
+    def __init__(self, requests: RequestsOf | None = None) -> None:
+        super().__init__()
+        self.requests, self.ids = requests, count(1)
+        self.log: list[Entry] = []
+        self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
+
+    def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
+        self.log.append(("begin", label, 0))
+        with self:
+            result = work(*args)
+        self.log.append(("end", label, 0))
+        return result
+
+    def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
+                           kwargs: dict | None = None) -> object:
+        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *(kwargs or {}).values()))}
+        result = func(*args, **kwargs or {})
+        for storage in map(torch.Tensor.untyped_storage, tensors_in((result,))):
+            if storage._cdata not in old:
+                self.note(storage)
+        sizes = self.requests(func.name(), args) if self.requests else ()
+        own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
+        self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage not in self.known:
+            event = (str(next(self.ids)), storage.nbytes())
+            self.known[storage] = event
+            self.log.append(("malloc", *event))
+            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
+
+    def recorded(self) -> Trace:
+        return checked_trace(self.log).settled()

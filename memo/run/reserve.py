@@ -1,0 +1,389 @@
+"""The memory of a run: where the activations live, decided from what is measured; the plan of the temporary
+tensors; what the startup and plan.json say of both."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from itertools import zip_longest
+
+import torch
+
+from memo.config.formulas import percent
+from memo.config.layout import Layout
+from memo.config.msp import Help, shares_lines
+from memo.config.subsequences import pipeline_line, subsequences_line
+from memo.decide.alpha import what_set_it
+from memo.decide.bubbles import StageFacts, measured_ends, with_bubbles
+from memo.decide.placing import rests, swaps_layers
+from memo.decide.sharing import shared
+from memo.decide.where import (
+    GAPS,
+    SPARE_TRANSIENTS,
+    Decision,
+    Rates,
+    Room,
+    place_whole,
+    problem_of,
+    spare_bytes,
+    ways_of,
+    with_buffers,
+)
+from memo.errors import ConfigError, OutOfHostMemory, RunFailed
+from memo.estimate.arena import fast_arena, head_bytes
+from memo.estimate.budget import Estimate, modelled_facts
+from memo.estimate.regions import (
+    HOST_STATES_BYTES,
+    Line,
+    activation_lines,
+    copied_bytes,
+    cpu_spare,
+    micros_of_rank,
+    node_bytes,
+    stage_state_bytes,
+    states,
+)
+from memo.estimate.report import as_dict as estimate_dict
+from memo.estimate.report import billions
+from memo.estimate.search import longest
+from memo.estimate.unit_seconds import LayerSeconds
+from memo.memory.slab import host_bytes
+from memo.parallel.mesh import open_lanes
+from memo.planner.allocator import Arena, Unavailable
+from memo.planner.trace import Trace
+from memo.run.measure import measure, measured_states
+from memo.run.rehearsal import rehearsed_requests, traced_requests
+from memo.schedule.simulate import in_one_order
+from memo.schedule.streams import Streams
+from memo.schedule.waits import passes_of
+from memo.states.optim import Optimizer
+from memo.states.protocols import Model
+from memo.system.device import device_name, free_bytes, own_bytes, settle
+from memo.system.hardware import NODES, Machine
+from memo.system.launch import Launch
+
+
+def gpu_decides(cfg: Layout, device: torch.device) -> bool:
+    """Says whether alpha and the number of buffers are left to what is measured on a GPU."""
+    return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
+
+
+def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
+    """Counts what a rank has of the host's memory to swap to: its share, but for master weights, moments and
+    gradients, where optimizer_device=cpu or states=host keeps them there; the copies that checkpoints of the
+    ranks on this host are written from come on top. Errors: OutOfHostMemory."""
+    if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
+        return 0
+    first = launch.rank - launch.local_rank
+    copies = node_bytes(copied_bytes(cfg, launch.world), launch.world,
+                        range(first, first + launch.local_world))
+    share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
+    if not cfg.optimizer_on_host:
+        return share
+    each = HOST_STATES_BYTES + itemsize * (cfg.states == "host" and micros_of_rank(cfg, launch.world) > 1)
+    needs = stage_state_bytes(cfg, launch.world, each)[cfg.stage]
+    if needs > share:
+        key, other = ("states=host", "states=sharded") if cfg.states == "host" else (
+            "optimizer_device=cpu", "optimizer_device=auto")
+        raise OutOfHostMemory(
+            f"{key} needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, moments and "
+            f"gradients, its share is {share / 2**30:.4g} GiB, enough for "
+            f"{billions(share * launch.world / each)} parameters at any block_size; try a larger "
+            f"host_memory_gb, more ranks, or {other}")
+    return share - needs
+
+
+def check_memory(cfg: Layout, device: torch.device, dtype: torch.dtype, limit: int) -> None:
+    """Checks what can be before the device is touched. Errors: OutOfHostMemory, ConfigError."""
+    if gpu_decides(cfg, device) and cfg.deterministic:
+        raise ConfigError("deterministic=True needs alpha by hand on a GPU (measured rates differ from "
+                          "run to run, and so would the rows that are recomputed); try --alpha=0.5 or "
+                          "--activation=keep")
+    if swaps_layers(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
+        room = Room(limit, cpu=device.type == "cpu")
+        ways = [problem_of(cfg, dtype.itemsize, None, room, **way) for way in ways_of(cfg)]
+        place_whole(cfg, ways, None)
+
+
+def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
+    """Finds the Room of the CPU with least; nothing need be measured for that."""
+    host = model.mesh.host
+    cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
+    spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
+    return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
+
+
+def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
+    """Finds the Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for
+    one. Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
+    finds = gpu_decides(cfg, model.device)
+    if not (finds or rests(cfg) or cfg.msp):
+        return Room(limit)
+    free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
+    layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
+    assert layer is not None  # on a GPU it is measured
+    spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
+    least = min(problem_of(cfg, model.dtype.itemsize, None, Room(0), **way).device_bytes_at(0)
+                for way in ways_of(cfg))
+    if finds and spare < least:
+        free -= total // GAPS
+        longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
+                      cfg.block_size * max(0, free - head) // least)
+        longest -= longest % cfg.block_multiple
+        order = "--unit_order=layer, " * (not cfg.by_layer and cfg.pp == 1)
+        raise ConfigError(f"block_size={cfg.block_size} needs {least / 2**30:.4g} GiB of device memory for "
+                          "two buffers of activations, the model's states and a layer's temporaries leave "
+                          f"{spare / 2**30:.4g} GiB; try --block_size={longest}, {order}more --subsequences, "
+                          "or --alpha=0 to try all the same")
+    return Room(limit, spare)
+
+
+def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
+                        machine: Machine | None = None) -> Decision:
+    """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
+    must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
+    at once. `limit`: host_limit(); `machine`: whose type says how msp shares units out. -> Decision. Errors:
+    OutOfHostMemory."""
+    B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
+    rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
+    limit = -int(*peers.max(-limit))
+    cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
+    asks = (swaps_layers(cfg) and cfg.finds_alpha) or cfg.msp  # how much is free
+    room = cpu_room(cfg, model, limit) if cpu and asks else Room(limit, cpu=cpu)
+    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
+    all_fit = cpu and not problem.n_swapped
+    if (swaps_layers(cfg) and not all_fit) or cfg.msp:
+        settle(model.device)
+        # a unit's backward follows its forward
+        model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
+        rates = measure(model.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
+        model.grads.zero_()
+        model.close()
+        if cfg.layers_come:
+            rates = replace(rates, states=measured_states(model))
+        if not cpu:
+            room = gpu_room(cfg, model, rates, limit)
+    else:
+        host.max(0)  # other stages may measure, and wait for all ranks before they copy
+    facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
+    if cfg.pp == 1:
+        found = facts.alone()
+    else:  # copies also hide where a stage waits for others
+        stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
+        together = with_bubbles(stages, [one.alone() for one in stages])
+        if cfg.msp:
+            named = replace(cfg, attention=model.attention.name, ops=model.ops.name)
+            typical = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
+                facts, cfg=named, rates=None)
+            together = shared(stages, together, host.objects(typical)[::peers.size])
+            shares = tuple(piece for one in together for piece in one.placement.lent)
+            open_lanes(model.mesh, shares, model.device)
+            model.cfg = replace(cfg, shares=shares)
+        found = together[cfg.stage]
+    model.reserve(B, T, found.placement, streams=streams, pin=pin)
+    if cfg.msp:  # whose stages would post messages in orders of their own
+        train, evaluation = (in_one_order([one.placement.schedule(trains) for one in together])[cfg.stage]
+                             for trains in (True, False))
+        model.swap.set_passes(passes_of(found.placement.program, model.states, (train, evaluation)))
+    return Decision(found.placement, found.plan, rates, limit)
+
+
+def requests_of_a_step(model: Model, arena: Arena) -> Trace:
+    """Records the memory requests of a step in a rehearsal, or traces them where torch's allocator, which
+    fragments, has no room for one on some rank. Nothing is sent in a rehearsal: a rank that runs out of
+    memory leaves no other waiting."""
+    trace, host = None, model.mesh.host
+    with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
+        trace = rehearsed_requests(model, arena)
+    all_have_room = all(host.objects(trace is not None))
+    if trace is not None and all_have_room:
+        return trace
+    if host.rank == 0:
+        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
+              "requests are traced, not recorded; what kernels take for themselves is left to torch",
+              file=sys.stderr)
+    if trace is None:
+        arena.recorded()  # half a rehearsal, of no use
+    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
+    like = "cpu" if model.device.type == "cpu" else "meta"
+
+    def make(device: torch.device) -> Model:
+        return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
+    B, T = model.shape
+    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
+
+
+def plan_memory(cfg: Layout, model: Model) -> None:
+    """Plans the addresses of a step's requests: model.arena. Where it cannot, the run goes on without."""
+    if cfg.memory_plan == "off":
+        return
+
+    def without(why: object) -> None:
+        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
+              file=sys.stderr)
+    host, why = model.mesh.host, None
+    try:
+        arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
+    except Unavailable as e:
+        why = str(e)
+    if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
+        if host.rank == 0:
+            without(whys[0])
+        return
+    trace = requests_of_a_step(model, arena)
+    try:
+        arena.replay(trace)
+        model.arena = arena
+    except Unavailable as e:
+        without(e)
+
+
+def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
+    """Lists the Lines of a rank, which add up to all that is held from step to step."""
+    states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
+    staging = optimizer.staging
+    on_host = states if staging else 0
+    shards = 0 if staging else sum(optimizer.sums[k].nbytes for k in optimizer.coming)
+    grads = model.grads.nbytes + optimizer.kept.nbytes + shards, staging.nbytes if staging else 0
+    positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
+    return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
+            Line("optimizer", "optimizer", states - on_host, on_host),
+            *activation_lines(cfg, decision.placement, model.dtype.itemsize, model.mesh.replicas.size),
+            Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
+            Line("positions", "positions", positions)]
+
+
+def memory_table(cfg: Layout, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
+    """Makes the startup's table: what lives where, `lines`, beside what was `expected`; alpha; rates."""
+    unit = "GiB, (estimated)" if expected else "GiB"
+    stage = f", stage {cfg.stage}" * (cfg.pp > 1)
+    out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
+           f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
+
+    for line, behind in zip_longest(lines, lines[1:]):
+        guess = ""
+        if expected and not (behind and behind.region == line.region):  # it is the whole region's
+            guess = f"   ({next(filter(None, expected.bytes_of(line.region)), 0) / 2**30:.3f})"
+        out.append(table_row(line.what, line.device_bytes, line.host_bytes, guess))
+    sums = sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines)
+    return "\n".join([*out, table_row("in all", *sums), *alpha_and_rates(cfg, decision, expected)])
+
+
+def table_row(what: str, device_bytes: int, host_bytes: int, more: str = "") -> str:
+    device, host = (f"{n / 2**30:.3f}" if n else "" for n in (device_bytes, host_bytes))
+    return f"            {what:32}{device:>9}{host:>9}{more}".rstrip()
+
+
+def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) -> list[str]:
+    """Lists the lines on what set alpha, and on what was measured."""
+    def passes(of: Rates | LayerSeconds) -> str:
+        return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
+    lines, plan, rates, p = [], decision.swap_plan, decision.rates, decision.placement
+    if plan:
+        lines.append(f"alpha       {what_set_it(cfg, plan, p)}")
+    if decision.alpha is not None and rates is not None:
+        if p.input_only:
+            swapped = f"{p.n_swapped} swapped {p.what}"
+            lines.append(f"            {p.input_only} of {swapped} keep only their input")
+        lines.append(f"rates       {passes(rates)}; {rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, "
+                     f"{rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
+    if expected and expected.layer:
+        lines.append(f"estimated   {passes(expected.layer)}; a step {expected.seconds['step']:.3g} s, "
+                     f"TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
+    return lines
+
+
+def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line],
+                expected: Estimate | None) -> dict[str, object]:
+    """Makes plan.json: what the run uses, from which rates, and what was expected."""
+    plan = decision.swap_plan
+    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
+                binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
+                placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
+                host_bytes=model.swap.host_bytes,
+                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and decision.rates.as_dict(),
+                regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
+                memory_plans=[asdict(plan) for _, plan in model.arena.plans])
+
+
+def stage_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
+    """Makes what plan.json holds of each of several stages, from its first rank."""
+    record = plan_record(cfg, decision, model, lines, None)
+    own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
+           "rates", "regions")
+    return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
+
+
+def stages_table(cfg: Layout, records: list[dict]) -> list[str]:
+    """Makes the startup's table of each stage's first rank, from their stage_record()s."""
+    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
+    for one in records:
+        device, host = (sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes"))
+        what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
+        alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
+        lines.append(table_row(what, device, host, alpha))
+    lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
+    return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])
+
+
+# --- where memory runs out ---
+
+# {region: keys that make it smaller}
+KNOBS = {"params": "--tp, --states=sharded or --states=host", "grads": "--tp, or --states=host",
+         "optimizer": "--optimizer_device=cpu, --states=host, or more ranks",
+         "rounding_buffers": "--cp or --tp, more --subsequences, or a lower --alpha",
+         "transient": "--cp or --tp, or more --subsequences", "stream": "--cp or --tp",
+         "keys": "--cp or --tp", "key_gradients": "--cp or --tp", "sweep": "more --subsequences",
+         "resident": "--activation=memo"}
+ACTIVATIONS = "rounding_buffers", "keys", "key_gradients", "stream", "sweep", "resident"  # taken at once
+
+
+def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
+    """Says of a run that found no memory for `region`, or, where that is the buffers, for what is taken with
+    them, what was expected, the knob of the largest, the longest context. `capacity`: the device's bytes that
+    other processes leave, None where it is the host."""
+    line = f"out of memory ({text}) while the region"
+    if expected is None:
+        return f"{line} {region} grew; try {KNOBS[region]}, or a smaller --block_size"
+    cfg, machine = expected.cfg, expected.machine
+    nbytes = {name: max(expected.bytes_of(name)) for name in ACTIVATIONS} if region in ACTIVATIONS else {}
+    grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
+    largest = max(grew, key=grew.__getitem__)
+    knob = KNOBS[largest]
+    if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
+        knob += ", or --unit_order=layer"
+    if capacity is not None:
+        assert machine.memory_bytes is not None  # `capacity` is of a device with its own
+        machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
+    line += (f"{'s' * (len(grew) > 1)} {', '.join(grew)} grew, estimated at {sum(grew.values()) / 2**30:.4g} "
+             f"GiB of {expected.device_bytes / 2**30:.4g} in all")
+    most = longest(cfg, machine, expected.world, fast_arena)
+    if most is None:
+        return f"{line}; try {knob}; no block_size fits"
+    if most.cfg.block_size >= cfg.block_size:
+        line += ", which should fit: something else takes the memory, or the estimate is wrong"
+    return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"
+
+
+class OutOfMemory(RunFailed):
+    """The device's memory is used up on this rank. One line."""
+
+
+def lack_of_memory(e: RuntimeError) -> str | None:
+    """Takes the text of an error that comes of a lack of the device's memory; None of any other error."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    # torch has no class of its own for a lack of the CPU's memory
+    lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+    return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds
+
+
+@contextmanager
+def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
+    """Turns a lack of memory inside the block into an OutOfMemory that names its Line's `region`."""
+    try:
+        yield
+    except RuntimeError as e:
+        text = lack_of_memory(e)
+        if isinstance(e, OutOfMemory) or text is None:
+            raise
+        raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e

@@ -1,0 +1,117 @@
+"""Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
+GPU: python -m memo.run.trace_step [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
+With - it answers lines of stdin: to the keys of a step in JSON the requests, as a text in JSON.
+
+Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+from memo.config.keys import Keys, check_value, option, typed
+from memo.config.layout import Layout
+from memo.errors import ConfigError
+from memo.run.load_config import keys_help, load_config
+from memo.system.command import answer_early, run
+from memo.system.files import parse_json
+
+OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
+                                 why="no GPU has as many"),
+       "stage": option("stage", int, 0, "that of the rank, of pp stages", least=0)}
+
+
+def read_argv(argv: list[str]) -> tuple[Layout, int]:
+    """Reads (Layout of the stage, multiprocessors). After --help the process ends. Errors: ConfigError."""
+    if {"--help", "-h"} & set(argv):
+        print(f"{__doc__}\n{keys_help()}")
+        sys.exit()
+    own, rest = dict.fromkeys(OWN, 0), []
+    for arg in argv:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if equals and name in OWN:
+            own[name] = typed(OWN[name], value, arg)
+            check_value(OWN[name], own[name])
+        else:
+            rest.append(arg)
+    cfg = load_config(rest)
+    if cfg.pp == "auto":
+        raise ConfigError("pp=auto must be a number for a trace, which is of one rank; try --pp=1")
+    if own["stage"] >= cfg.pp:
+        raise ConfigError(f"stage={own['stage']} must be below pp={cfg.pp} (stages are counted from 0); try "
+                          f"--stage={cfg.pp - 1}")
+    if not cfg.vocab_size:
+        raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
+    return Layout.of(cfg, stage=own["stage"], msp=False), own["multiprocessors"]
+
+
+def read_line(line: str) -> tuple[Layout, str, int, int]:
+    """Reads (Layout, device, threads, multiprocessors) from a line of stdin. Errors: ConfigError."""
+    try:
+        keys = parse_json(line)
+        numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
+        return Layout(**keys), *numbers
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"a line of stdin must be an object of JSON with device, threads, multiprocessors "
+                          f"and keys of the config, not {line[:60].strip()!r}") from None
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    answer_early(lambda argv: argv == ["-"] or read_argv(argv))
+
+import torch
+
+from memo.estimate.arena import shortest
+from memo.layer.edges import Edges
+from memo.parallel.mesh import Mesh
+from memo.planner.trace import Trace
+from memo.run.rehearsal import kernel_requests, traced_requests
+from memo.system.axis import Axis
+from model import GPT
+
+
+class Short(Edges):
+    """Computes like Edges, but the head ends after two chunks."""
+
+    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
+             loss: torch.Tensor) -> None:
+        rows = 2 * self.own_head_rows
+        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
+
+
+def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
+    model = GPT(cfg, device, dtype, mesh=mesh)
+    model.edges = Short(**vars(model.edges))
+    return model
+
+
+def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
+    """Traces a rank of cfg.tp and cfg.cp on "cuda" or "cpu". Nothing is recomputed, which needs no requests
+    beyond the forward's; but keys and values that are made again need some."""
+    dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
+    keep: Keys = dict(activation="keep", alpha="auto")
+    sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.by_layer
+    cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
+    requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
+                       multiprocessors=multiprocessors)
+    mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
+    return traced_requests(lambda where: short_model(cfg, where, getattr(torch, dtype), mesh), cfg.batch_size,
+                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.subsequences),
+                           "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
+
+
+def main(argv: list[str]) -> None:
+    if argv == ["-"]:
+        for line in sys.stdin:
+            print(json.dumps(trace_step(*read_line(line)).text), flush=True)
+        return
+    cfg, multiprocessors = read_argv(argv)
+    device = "cpu" if cfg.device == "cpu" else "cuda"
+    print(trace_step(cfg, device, torch.get_num_threads(), multiprocessors).text, end="")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
