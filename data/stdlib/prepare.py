@@ -7,13 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be installed
 
-from memo.command import Arguments, import_failed, run
+from memo.system.command import Arguments, import_failed, run
 
 if __name__ == "__main__":
     sys.excepthook = import_failed  # a package that is missing is one line
 
-from memo.config import KEYS
-from memo.tokens import DATA, VOCAB_SIZE, train_tokenizer, train_with, write_dataset
+from memo.config.config import KEYS
+from memo.data.tokens import DATA, VOCAB_SIZE, train_tokenizer, train_with, write_dataset
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # not there with every Python
 

@@ -24,19 +24,16 @@ from urllib.parse import urlparse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # memo need not be installed
 
-from memo.command import Arguments, import_failed, progress, run
+from memo.system.command import Arguments, import_failed, progress, run
 
 if __name__ == "__main__":
     sys.excepthook = import_failed  # a package that is missing is one line
 
-from memo.config import KEYS
-from memo.errors import ConfigError, reason
-from memo.files import MOST_JSON_CHARS, NEW
-from memo.huggingface import model_keys
-from memo.keys import check_value, option, typed
-from memo.parquet import MOST_BYTES, parquet_texts
-from memo.tokenizer import ENDS, check_vocab_size, end_of_document, load_tokenizer
-from memo.tokens import (
+from memo.config.config import KEYS
+from memo.config.keys import check_value, option, typed
+from memo.data.parquet import MOST_BYTES, parquet_texts
+from memo.data.tokenizer import ENDS, check_vocab_size, end_of_document, load_tokenizer
+from memo.data.tokens import (
     DATA,
     DATASET_FILES,
     VOCAB_SIZE,
@@ -44,6 +41,9 @@ from memo.tokens import (
     train_with,
     write_dataset,
 )
+from memo.errors import ConfigError, reason
+from memo.huggingface.huggingface import model_keys
+from memo.system.files import MOST_JSON_CHARS, NEW
 
 # what a name says of a file: its kind, and how it is packed
 KIND = re.compile(r"\.(?:(txt|md|json|jsonl)(\.gz|\.zst)?|(parquet))$", re.IGNORECASE)

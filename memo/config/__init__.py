@@ -1,1 +1,1 @@
-"""What is asked of a run, and what follows from that alone: keys, rules, a layer's facts, formulas, the layout."""
+"""What is asked of a run, and what follows: keys, rules, a layer's facts, formulas, the layout."""

@@ -1,1 +1,1 @@
-"""One layer, forward and backward by hand: rows, attention, MLP, METP, embedding and head. Begin with block.py."""
+"""One layer by hand, forward and backward: rows, attention, MLP, METP, embedding and head. See block.py."""

@@ -1,1 +1,1 @@
-"""A run from its command line to its end: what is read, measured, reserved, said and saved. Begin with prepare.py."""
+"""A run: what is read, measured, reserved, said and saved. Begin with prepare.py."""
