@@ -58,6 +58,7 @@ from memo.run.reserve import naming_region
 from memo.run.state import Run
 from memo.schedule.spans import busy_s, length_s, stall_s
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.device import device_peak_bytes
 from memo.system.launch import Launch, rank_errors, read_launch, together
@@ -77,7 +78,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
 
     # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
     with naming_region(decided.expected, device, "params"):
-        model = GPT(cfg, device, decided.dtype, mesh=mesh)
+        model = Model(GPT, cfg, device, decided.dtype, mesh=mesh)
     with naming_region(decided.expected, device, "optimizer"):
         optimizer = Optimizer(model, cfg)
         # the weights go to the optimizer, which holds them in fp32 and gives the model rounded copies

@@ -21,6 +21,7 @@ from bench.machine import machine
 from memo.config.layout import Layout
 from memo.run import reserve
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 
@@ -70,7 +71,7 @@ def rivals(cfg, B, name):
     tokens, targets = torch.randint(0, cfg.vocab_size, (2, B, cfg.block_size))
 
     def memo(cfg):
-        model = GPT(cfg, "cpu", torch.float32)
+        model = Model(GPT, cfg, "cpu", torch.float32)
         optimizer = Optimizer(model, cfg)
         optimizer.load(initial_weights(cfg, 0, "cpu"))
         model.reserve(B, cfg.block_size)

@@ -43,6 +43,7 @@ from memo.estimate.budget import estimate
 from memo.run import reserve
 from memo.run.measure import attentions, least_seconds, matmuls, row_passes
 from memo.schedule.streams import CpuStream, Streams, Timeline
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.files import save_json
 from model import GPT, initial_weights
@@ -110,7 +111,7 @@ def room_of(cfg, device):
 
 def measured_rates(cfg):
     """The Rates of a config with numbers, as a run measures them."""
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     layer = sum(t.nbytes for t in tensors_of(cfg, 4).values())
     rates = reserve.reserve_activations(cfg, model, (cfg.n_layer - 1) * layer).rates  # not all of them fit
     model.close()
@@ -168,7 +169,7 @@ class Point:
         self.simulated_s = simulated_s(cfg, placement, rates)
 
     def open(self, rate):
-        self.streams, self.model = clocked_streams(rate), GPT(self.cfg, CPU, torch.float32)
+        self.streams, self.model = clocked_streams(rate), Model(GPT, self.cfg, CPU, torch.float32)
         self.model.load(initial_weights(self.cfg, 0, CPU))
         self.model.reserve(1, self.cfg.block_size, self.placement, streams=self.streams)
 

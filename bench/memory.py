@@ -21,6 +21,7 @@ from bench.machine import machine
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ def one_step(who, S, V):
         autograd_step(model, lambda: model(input_ids=tokens, labels=tokens).loss)()
         return before, peak_bytes()
     before = peak_bytes()
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, "cpu"))
     model.forward(tokens, targets, scale=1.0)

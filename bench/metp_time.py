@@ -28,6 +28,7 @@ from memo.plots.figures import plain
 from memo.run.measure import layer_rates
 from memo.schedule.streams import open_streams
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
@@ -163,7 +164,7 @@ class Bench:
                     peers=host)
         self.nothing = [dict.fromkeys(self.axes, 0.0)] * 2  # seconds a byte
         self.prepare(self.nothing, False)
-        self.model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+        self.model = Model(GPT, cfg, CPU, torch.float32, mesh=mesh)
         self.model.load(initial_weights(cfg, 0, CPU))
         self.model.reserve(1, cfg.block_size, streams=open_streams(CPU))
         self.x = torch.randn(self.model.swap.layers[0].x.shape)
@@ -176,7 +177,7 @@ class Bench:
     def run(self, rates, at_once=False):
         """Seconds of the slowest rank, of each lap."""
         model = self.model
-        block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
+        block, s, y = model.gpt.blocks[0], model.swap.layers[0], model.swap.x[1]
         s.x.copy_(self.x)
         self.laps = []
         self.prepare(rates, at_once)
@@ -349,13 +350,13 @@ def cpu(rounds):
     h, heads, S, models = 1024, 16, 4096, {}  # two heads a group: the kernel gives each thread a head
     for name, keys in (("today", {}), ("metp", dict(tensor_parallel="metp", head_groups=8))):
         cfg = Layout(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, **keys)
-        models[name] = model = GPT(cfg, CPU, torch.float32)
+        models[name] = model = Model(GPT, cfg, CPU, torch.float32)
         Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
         model.reserve(1, S)
     host, took, again = Axis("host"), {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            [unit], _ = layer_rates(model.blocks[0], model.swap, CPU, host)
+            [unit], _ = layer_rates(model.gpt.blocks[0], model.swap, CPU, host)
             took[name].append(unit.forward_s + unit.backward_s)
             if name == "today":
                 again.append(sum(s for group, s in unit.groups_s.items() if group != "mid"))

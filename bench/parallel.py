@@ -24,6 +24,7 @@ from memo.memory.placement import Placement
 from memo.parallel.mesh import open_mesh
 from memo.plots.figures import plain
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import pool
@@ -55,7 +56,7 @@ class Meter:
 def count(host, cfg):
     """Bytes that this rank sends in a step, and bytes of its activations."""
     mesh = open_mesh(host, cfg.cp, cfg.tp, CPU)
-    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    model = Model(GPT, cfg, CPU, torch.float32, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
     B, T, N = cfg.batch_size, cfg.block_size // cfg.cp, n_rows(cfg)

@@ -29,6 +29,7 @@ from memo.planner.trace import requests_of
 from memo.plots.figures import BLUE, GREY, ORANGE, memory_plan
 from memo.run.load_config import load_config
 from memo.run.rehearsal import traced_requests
+from memo.states.passes import Model
 from model import GPT
 from research.caching import SimulatedOutOfMemory, panel, simulate_caching
 
@@ -46,7 +47,7 @@ def trace_of(S, L, alpha=0.5):
     keys = ["config/7b_1m.py", "--tp=1", "--cp=1", f"--block_size={S}", f"--n_layer={L}"]
     cfg = Layout.of(load_config(keys))
     placement = Placement(L, 2, S, {t.name: int(alpha * S) if t.group else S for t in layer_of(cfg).skeletal})
-    return traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, S,
+    return traced_requests(lambda device: Model(GPT, cfg, device, torch.bfloat16), 1, S,
                            [placement.missing(i) for i in range(L)])
 
 

@@ -46,6 +46,7 @@ from memo.memory.buffers import copy_bytes
 from memo.plots.figures import BLUE, GREEN, GREY, plain, timeline
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 from testing.turns import RACES, WAITS, Racing
 
@@ -59,7 +60,7 @@ class Steps:
 
     def __init__(self, cfg, dtype, streams=None):
         self.cfg, self.streams = cfg, streams or open_streams(CPU)
-        self.model = GPT(cfg, CPU, dtype)
+        self.model = Model(GPT, cfg, CPU, dtype)
         self.optimizer = Optimizer(self.model, cfg)
 
     def load(self):

@@ -24,6 +24,7 @@ from memo.plots.figures import REGION_COLORS, plain, planned_rectangles, pyplot
 from memo.run.reserve import plan_memory
 from memo.schedule.streams import open_streams
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 from testing.sppo import on_device, recursion, reserved, sizes_of, spans_of, streams_at_last
 
@@ -138,7 +139,7 @@ def step_regions(N, S=2**13):
     """(what a result says, {region: the most bytes in use in each part of the step})."""
     cfg = Layout(n_layer=4, n_head=4, n_embd=256, vocab_size=4096, block_size=S, subsequences=N,
                  activation="swap", device="cpu")
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, CPU))
     model.reserve(1, S, placed(cfg, 2))

@@ -34,6 +34,7 @@ from memo.run.load_config import load_config
 from memo.run.loggers import read_metrics
 from memo.schedule.streams import open_streams
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 from testing.notes import noted_mesh
 from testing.rendezvous import validate_programs
@@ -100,7 +101,7 @@ def seconds(rounds):
 
 def small_model(S, N):
     cfg = Layout(**SMALL | dict(block_size=S, vocab_size=4096, subsequences=N))
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))
     n = S * cfg.batch_size
@@ -199,9 +200,9 @@ RINGS = {"cp2": dict(cp=2), "cp4": dict(cp=4), "metp4": dict(tp=4, cp=1, tensor_
 def sent_by(cfg, rank):
     """({axis: bytes that a rank sends in a layer's forward and backward}, its Program)."""
     mesh, program = noted_mesh(rank, cfg.tp, cfg.cp, metp=cfg.metp)
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, streams=open_streams(torch.device("cpu")))
-    swap, [block] = model.swap, model.blocks
+    swap, [block] = model.swap, model.gpt.blocks
     for unit in (units := swap.placement.units):
         block.forward(swap.units[unit], swap.between[0, unit[1]][1])
     for unit in reversed(units):

@@ -30,6 +30,7 @@ from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
 from memo.run import reserve
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline
+from memo.states.passes import Model
 from model import GPT, initial_weights
 
 CFG = Layout(n_layer=6, n_head=8, n_embd=1024, block_size=512, vocab_size=512, activation="memo")
@@ -61,7 +62,7 @@ def slow_streams():
 class Bench:
     def __init__(self, steps):
         self.steps, self.streams = steps, slow_streams()
-        self.model = GPT(CFG, "cpu", torch.float32)
+        self.model = Model(GPT, CFG, "cpu", torch.float32)
         self.model.load(initial_weights(CFG, 0, "cpu"))
         self.batch = torch.randint(0, CFG.vocab_size, (2, 1, CFG.block_size))
 

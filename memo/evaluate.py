@@ -68,6 +68,7 @@ from memo.plots.figures import loss_by_position, needle_map
 from memo.run.load_config import stored_config
 from memo.run.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
 from memo.run.prepare import check_ranks, check_same_tokenizer
+from memo.states.passes import Model
 from memo.states.staging import with_place
 from memo.system.axis import Axis
 from memo.system.command import progress
@@ -146,7 +147,7 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     return Evaluation(args, cfg, trained.block_size, questions, ckpt, device, dtype)
 
 
-def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Evaluation, GPT]:
+def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Evaluation, Model]:
     """Sets up what is asked, the same on all ranks, and the model. Errors: ConfigError, RunFailed."""
     asked, passed_over = check_ranks(host, partial(check_evaluation, argv, launch))
     cfg, device = asked.cfg, asked.device
@@ -159,12 +160,12 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
     launch.take(device)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel)
     with room_for("the parameters"):
-        model = GPT(with_place(cfg, device, asked.dtype), device, asked.dtype, grads=False, mesh=mesh)
+        model = Model(GPT, with_place(cfg, device, asked.dtype), device, asked.dtype, grads=False, mesh=mesh)
     together(host, checkpoint.restore, asked.ckpt, model)
     return asked, model
 
 
-def answers(evaluation: Evaluation, model: GPT, speaks: bool) -> dict:
+def answers(evaluation: Evaluation, model: Model, speaks: bool) -> dict:
     """Measures what evaluate.json holds, the same on all ranks. Errors: RunFailed."""
     cfg, questions, doing = evaluation.cfg, evaluation.questions, ["the first sequence"]
     with progress(lambda: doing[-1], speaks):

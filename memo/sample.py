@@ -40,6 +40,7 @@ from memo.errors import ConfigError, reason
 from memo.huggingface.huggingface import OWN, check_reach
 from memo.layer.block import Block
 from memo.run.load_config import stored_config
+from memo.states.passes import Model
 from memo.states.staging import with_place
 from memo.system.device import pick_device
 from memo.system.files import read_text
@@ -56,7 +57,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
 
 
-def open_cache(model: GPT, tokens: int) -> Cache:
+def open_cache(model: Model, tokens: int) -> Cache:
     """Takes memory for the keys and values of one sequence of so many tokens."""
     cfg = model.cfg
     shape = 1, tokens, cfg.kv_heads, cfg.head_width
@@ -64,38 +65,39 @@ def open_cache(model: GPT, tokens: int) -> Cache:
             for _ in range(cfg.n_layer)]
 
 
-def prefill(model: GPT, cache: Cache, prompt: list[int]) -> torch.Tensor:
+def prefill(model: Model, cache: Cache, prompt: list[int]) -> torch.Tensor:
     """Computes the logits (V,), fp32, of the token behind a prompt of several tokens; fills the cache."""
     model.reserve_forward(1, len(prompt))
     ends = [0, *accumulate(model.lengths)]
     for (layer, i), s in model.swap.units.items():
-        s.pieces = [[t[:, first:end] for t in cache[layer]] for first, end in pairwise(ends[:i + 2])]
+        k, v = cache[layer]
+        s.pieces = [(k[:, first:end], v[:, first:end]) for first, end in pairwise(ends[:i + 2])]
     tokens = torch.tensor([prompt], device=model.device)
     return model.hidden(tokens, lambda i, x: last_logits(model, x))[-1]
 
 
-def decode(model: GPT, cache: Cache, token: int, position: int) -> torch.Tensor:
+def decode(model: Model, cache: Cache, token: int, position: int) -> torch.Tensor:
     """Computes the logits (V,), fp32, behind one token more. The cache has all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
-    turn = model.rotations_of(positions)
+    turn = model.gpt.rotations_of(positions)
     model.bring(0)
-    model.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
-    layers = zip(model.blocks, swap.layers, cache, swap.x[1:], strict=True)
+    model.gpt.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
+    layers = zip(model.gpt.blocks, swap.layers, cache, swap.x[1:], strict=True)
     for i, (block, s, (k, v), y) in enumerate(layers):
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
         s.turn = turn
         block.extend(s, k[:, :position + 1], v[:, :position + 1], attend, y)
-    model.bring(len(model.blocks) + 1)
+    model.bring(len(model.gpt.blocks) + 1)
     return last_logits(model, swap.x[-1])
 
 
-def last_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
+def last_logits(model: Model, x: torch.Tensor) -> torch.Tensor:
     """Computes the logits (V,), fp32, of the last row of x (n, C)."""
-    return model.edges.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
+    return model.gpt.edges.logits(x[-1:])[3][0, :model.cfg.vocab_size].float()
 
 
-def generate(model: GPT, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,
+def generate(model: Model, prompt: list[int], max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, seed: int = 0) -> Iterator[int]:
     """Yields up to `max_new_tokens` token ids behind the ids `prompt`. temperature=0 takes the likeliest."""
     length = len(prompt) + max_new_tokens
@@ -122,14 +124,14 @@ def drawn(logits: torch.Tensor, temperature: float, top_k: int | None, generator
     return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
 
 
-def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> GPT:
+def load_model(out_dir: str | Path, device: str = "auto", dtype: str = "auto") -> Model:
     """Loads the model of a checkpoint, for evaluation only."""
-    def read(ckpt: checkpoint.Checkpoint) -> GPT:
+    def read(ckpt: checkpoint.Checkpoint) -> Model:
         # one process, which keeps all keys and values: those of METP exist for a group of heads only
         cfg = stored_config(ckpt.config, device=device, dtype=dtype, attention="auto", matmul="bf16", tp=1,
                             cp=1, tensor_parallel="megatron", head_groups="auto")
         where = pick_device(cfg)
-        model = GPT(with_place(cfg, *where), *where, grads=False)
+        model = Model(GPT, with_place(cfg, *where), *where, grads=False)
         checkpoint.restore(ckpt, model)
         return model
     return checkpoint.read_newest(out_dir, read)

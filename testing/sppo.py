@@ -16,6 +16,7 @@ from memo.schedule.spans import Span
 from memo.schedule.step import Moved, Op, Step
 from memo.schedule.streams import CpuMark, CpuStream, Streams, Timeline
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def streams_at_last() -> Streams:
                    CpuStream("prefetch", timeline), timeline)
 
 
-def spans_of(model: GPT, backward: bool = False) -> list[Span]:
+def spans_of(model: Model, backward: bool = False) -> list[Span]:
     """The spans of a forward on random tokens, with or without its backward."""
     tokens = torch.randint(model.cfg.vocab_size, (1, model.cfg.block_size + 1))
     model.forward(tokens[:, :-1], tokens[:, 1:], scale=1.0)
@@ -116,9 +117,9 @@ def on_device(swap: Swap, spans: list[Span]) -> list[int]:
             for i in range(p.subsequences)]
 
 
-def reserved(cfg: Layout, n_buffers: int, stays: dict[str, float], streams: Streams) -> GPT:
+def reserved(cfg: Layout, n_buffers: int, stays: dict[str, float], streams: Streams) -> Model:
     """A model whose units' rows all survive, these parts of them on the device."""
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
     n = cfg.block_size
     rows = {name: int(part * n) for name, part in stays.items()}

@@ -16,6 +16,7 @@ from memo.parallel.mesh import open_lanes, open_mesh
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.spans import Span
 from memo.schedule.step import Op, Step
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 
@@ -56,7 +57,7 @@ def slept(host: Axis, cfg: Layout, forward_s: float, passes: int = 1) -> list[Sp
     torch.set_num_threads(1)
     mesh = open_mesh(host, 1, 1, torch.device("cpu"), pp=cfg.pp, tied=cfg.ties_stages)
     open_lanes(mesh, cfg.shares, torch.device("cpu"))
-    model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
+    model = Model(GPT, cfg, torch.device("cpu"), torch.float32, mesh=mesh)
     tokens = torch.zeros(1, cfg.block_size, dtype=torch.int64)
     model.reserve(*tokens.shape)
 
@@ -65,7 +66,7 @@ def slept(host: Axis, cfg: Layout, forward_s: float, passes: int = 1) -> list[Sp
     units: dict[str, Any] = {f"unit_{op.value}": staticmethod(partial(sleep, work))
                              for op, work in WORK.items()}
     nothing: dict[str, Any] = dict.fromkeys(("embed", "head", "embed_backward"), lambda *args: None)
-    with patch.multiple(GPT, **units), patch.multiple(Edges, **nothing):
+    with patch.multiple(Model, **units), patch.multiple(Edges, **nothing):
         for _ in range(passes):
             model.swap.streams.timeline.take()
             host.max(0)  # all begin together

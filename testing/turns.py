@@ -14,8 +14,9 @@ import torch
 from memo.config.layout import Layout
 from memo.decide.placing import place_rows
 from memo.decide.where import Room, problem_of
-from memo.schedule.streams import CpuMark, CpuStream, Event, Streams, Timeline
+from memo.schedule.streams import CpuMark, CpuMessages, CpuStream, Event, Streams, Timeline
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 
 CPU = torch.device("cpu")
@@ -133,15 +134,15 @@ class Racing:
 
     @staticmethod
     def built(cfg: Layout, changed: dict[str, Any],
-              streams: Streams | None = None) -> tuple[GPT, Optimizer]:
-        model = GPT(cfg, CPU, torch.float32)
+              streams: Streams | None = None) -> tuple[Model, Optimizer]:
+        model = Model(GPT, cfg, CPU, torch.float32)
         optimizer = Optimizer(model, cfg)
         placement, _ = place_rows(cfg, problem_of(cfg, 4, None, Room(2**40, cpu=True)))
         model.reserve(1, cfg.block_size, replace(placement, **changed), streams=streams)
         return model, optimizer
 
     @staticmethod
-    def passes(model: GPT, optimizer: Optimizer) -> list[torch.Tensor]:
+    def passes(model: Model, optimizer: Optimizer) -> list[torch.Tensor]:
         """Losses, norms and weights of two training steps with other batches, and evaluations in between. The
         host runs ahead of all streams, through all of them."""
         optimizer.load(initial_weights(model.cfg, 0, CPU))
@@ -163,7 +164,7 @@ class Racing:
             optimizer.step(1e-3)
         streams = model.swap.streams
         for stream in (streams.compute, streams.offload, streams.prefetch, streams.named("optimizer")):
-            assert stream is not None
+            assert not (stream is None or isinstance(stream, CpuMessages))
             stream.synchronize()  # a stream that nobody waits for has work left
         return [*seen, optimizer.norm.clone(), optimizer.master.clone(), optimizer.exp_avg_sq.clone()]
 

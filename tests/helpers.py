@@ -22,6 +22,7 @@ from memo.parallel.mesh import open_lanes, open_mesh
 from memo.run.loggers import read_metrics
 from memo.schedule.simulate import times_of_stages
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.command import run
 from model import GPT, initial_weights
 
@@ -105,7 +106,7 @@ def batches(n, vocab_size, S):
 def trained_beside(net, folder, cfg, batches):
     """(model, optimizer) with the weights in `folder`, those of transformers' `net`, after a step on each of
     the batches. Losses and norms are those of `net` under torch's AdamW."""
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(HfWeights(folder, cfg))
     groups = [dict(params=[p for p in net.parameters() if p.dim() >= 2], weight_decay=cfg.weight_decay),
@@ -131,7 +132,7 @@ def trained_beside(net, folder, cfg, batches):
 def memo_logits(model, tokens):
     """(B, T, V) of a batch of tokens."""
     model.forward(tokens, tokens)
-    return model.edges.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
+    return model.gpt.edges.logits(model.swap.x[-1])[3][:, :model.cfg.vocab_size].view(*tokens.shape, -1)
 
 
 def save_states(out_dir, optimizer, cfg, iter):

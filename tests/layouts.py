@@ -15,6 +15,7 @@ from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
 from memo.run import reserve
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, costs_of, degrees_of, mesh_of, perturbed_weights, save_states, step
@@ -30,7 +31,7 @@ def layout_keys(text, kind):
 def build(cfg, mesh, dtype=torch.float32, stream=""):
     """(model, optimizer) with weights that tell tokens apart and make attention choose: at initial ones the
     gradients of q and k are so small that one process misses them by 2e-4 in fp32."""
-    model = GPT(cfg, CPU, dtype, mesh=mesh)
+    model = Model(GPT, cfg, CPU, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     large = ("q_w", "k_w", "wte", "wpe")
     optimizer.load((name, w * 8 if name.endswith(large) else w) for name, w in perturbed_weights(cfg, CPU))

@@ -22,6 +22,7 @@ from memo.planner import allocator
 from memo.planner.allocator import Arena, Unavailable
 from memo.planner.plan import Plan
 from memo.run.rehearsal import rehearsed_requests, traced_requests
+from memo.states.passes import Model
 from memo.system.files import keep, ours_alone
 from model import GPT
 from tests.helpers import gpt_layer
@@ -460,7 +461,7 @@ def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path,
 
 def model_and_arena(dtype=torch.float32, T=2048, L=4, kept=1024, **kw):
     cfg = Layout(n_layer=L, n_embd=64, n_head=2, vocab_size=300, block_size=T, **kw)
-    model = GPT(cfg, CPU, dtype)
+    model = Model(GPT, cfg, CPU, dtype)
     model.params.normal_(0, 0.02)
     model.reserve(1, T, Placement(L, 2, T, dict.fromkeys(OTHERS, kept)))
     return model, Arena(CPU, guard=True)
@@ -491,7 +492,7 @@ def test_the_traced_step_is_the_recorded_one_but_for_kernel_workspaces(kw):
     dtype = kw.get("dtype", torch.float32)
     model, arena = model_and_arena(**kw)
     recorded = rehearsed_requests(model, arena).segments
-    traced = traced_requests(lambda device: GPT(model.cfg, device, dtype), 1, 2048,
+    traced = traced_requests(lambda device: Model(GPT, model.cfg, device, dtype), 1, 2048,
                              model.swap.missing, "cpu").segments
     assert list(traced) == list(recorded)
     for label in traced:

@@ -27,6 +27,7 @@ from memo.config.config import as_keys
 from memo.config.layout import Layout
 from memo.memory.views import Piece, whole
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
 
@@ -37,7 +38,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def fresh(cfg=CFG, dtype=torch.float32, device="cpu", seed=0):
-    model = GPT(cfg, device, dtype)
+    model = Model(GPT, cfg, device, dtype)
     optimizer = Optimizer(model, cfg)
     optimizer.load(initial_weights(cfg, seed, device))
     return model, optimizer
@@ -104,7 +105,7 @@ def test_a_resumed_run_is_the_run(tmp_path, device, dtype):
 
 def test_weights_alone_for_a_model_without_optimizer(tmp_path):
     trained, _ = saved(tmp_path)
-    model = GPT(CFG, "cpu", torch.bfloat16, grads=False)
+    model = Model(GPT, CFG, "cpu", torch.bfloat16, grads=False)
     checkpoint.restore(checkpoint.load(tmp_path), model)
     assert torch.equal(model.params, trained.params.bfloat16())
 

@@ -17,6 +17,7 @@ from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.memory.flat import model_parameters
 from memo.run.load_config import keys_help, load_config
+from memo.states.passes import Model
 from model import GPT
 from testing.paper import PAPER
 from tests.helpers import ROOT, save_header
@@ -373,7 +374,7 @@ def test_every_preset_loads():
                          [("7b_1m", "7B"), ("13b_1m", "13B"), ("30b_1m", "30B"), ("65b_1m", "65B")])
 def test_the_papers_models_build_on_the_meta_device(preset, model):
     cfg = Layout.of(load_config([str(ROOT / "config" / f"{preset}.py")]))
-    gpt = GPT(cfg, "meta", torch.bfloat16)
+    gpt = Model(GPT, cfg, "meta", torch.bfloat16)
     m = PAPER["models"][model]
     P = 12 * m["n_layer"] * m["n_embd"] ** 2 + m["vocab_size"] * m["n_embd"]  # the paper's count
     assert parameters(cfg) == P and cfg.block_size == 2**20
@@ -394,7 +395,7 @@ def test_published_models_build_on_the_meta_device(preset):
     padding = tables * (cfg.padded_vocab_size - cfg.vocab_size) * cfg.n_embd
     shapes = [p.shape for p in model_parameters(cfg).values()]
     assert sum(map(prod, shapes)) - padding == PUBLISHED[preset]
-    assert GPT(cfg, "meta", torch.bfloat16).params.numel() - padding == PUBLISHED[preset]
+    assert Model(GPT, cfg, "meta", torch.bfloat16).params.numel() - padding == PUBLISHED[preset]
     vectors = sum(prod(shape) for shape in shapes if len(shape) == 1)
     assert parameters(cfg) == PUBLISHED[preset] - vectors
     looked_up = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd

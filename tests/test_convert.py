@@ -25,6 +25,7 @@ from memo.huggingface.weights import HfWeights
 from memo.memory.flat import model_parameters
 from memo.run.load_config import load_config
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.command import run
 from model import GPT
 from tests.helpers import batches, fails, memo_logits, save_states, trained_beside
@@ -47,7 +48,7 @@ def config(folder):
 
 def memo_gpt(out_dir):
     ckpt = checkpoint.load(out_dir)
-    model = GPT(Layout.of(Config(**ckpt.config)), "cpu", torch.float32)
+    model = Model(GPT, Layout.of(Config(**ckpt.config)), "cpu", torch.float32)
     checkpoint.restore(ckpt, model)
     return model
 
@@ -86,8 +87,8 @@ def test_logits_are_those_of_transformers(tmp_path, activation, vocab_size):
     with torch.no_grad():
         wanted = net(tokens).logits
     assert (memo_logits(model, tokens) - wanted).abs().max() < 1e-4
-    assert model.edges.w.wte.shape == (-(-vocab_size // 128) * 128, C)
-    assert model.edges.w.wte[vocab_size:].count_nonzero() == 0
+    assert model.gpt.edges.w.wte.shape == (-(-vocab_size // 128) * 128, C)
+    assert model.gpt.edges.w.wte[vocab_size:].count_nonzero() == 0
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_transformers_loads_the_tokenizer(tmp_path, hf):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_trained_model_goes_to_transformers(tmp_path, bias):
     cfg = Layout(n_layer=2, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="learned", bias=bias)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(memo_model.initial_weights(cfg, 1, "cpu"))
     save_states(tmp_path, optimizer, cfg, 7)
@@ -144,7 +145,7 @@ def test_a_converted_model_is_resumed(tmp_path, hf):
     convert.from_hf(hf, tmp_path)
     cfg = Layout.of(load_config([f"--out_dir={tmp_path}", "--init_from=resume"]))
     assert (cfg.n_layer, cfg.vocab_size, cfg.position, cfg.bias) == (L, V, "learned", True)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     for flat in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
         flat.fill_(3.0)
@@ -160,7 +161,7 @@ def test_a_converted_model_is_resumed(tmp_path, hf):
 
 def test_positions_are_cropped(hf):
     cfg = replace(config(hf), block_size=S - 6)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(HfWeights(hf, cfg))
     [tokens] = batches(1, V, S - 7)
     with torch.no_grad():
@@ -349,7 +350,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
 
 def test_rotary_positions_stay(tmp_path, capsys):
     cfg = Layout(n_layer=1, n_head=2, n_embd=C, block_size=S, vocab_size=V, position="rope")
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     save_states(tmp_path, Optimizer(model, cfg), cfg, 0)
     fails(capsys, "position=rope must be learned for to-hf.*--position=learned",
           "to-hf", tmp_path, tmp_path / "hf")

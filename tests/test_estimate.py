@@ -41,6 +41,7 @@ from memo.run.prepare import arena_here
 from memo.run.trace_step import trace_step
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system import command as commands
 from memo.system import hardware
 from memo.system.axis import Axis
@@ -188,7 +189,8 @@ def test_lines_are_the_bytes_of_a_real_model(keys):
     cfg = got.decided
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.token_ranks), dp=Axis("dp", 2),
                 replicas=Axis("data", 2 * cfg.cp))
-    model = GPT(cfg, cpu, getattr(torch, "bfloat16" if cfg.dtype == "bfloat16" else "float32"), mesh=mesh)
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+    model = Model(GPT, cfg, cpu, dtype, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, got.placement)
     decision = Decision(got.placement, got.plan, None, 0)
@@ -287,7 +289,7 @@ def lines_of_a_rank(host, cfgs):
     """[regions.Line] of each config as a run has them, with the arena of its steps."""
     mesh, found = mesh_of(host, cfgs[0]), []
     for cfg in cfgs:
-        model = GPT(cfg, torch.device("cpu"), torch.float32, mesh=mesh)
+        model = Model(GPT, cfg, torch.device("cpu"), torch.float32, mesh=mesh)
         optimizer = Optimizer(model, cfg)
         decision = reserve.reserve_activations(cfg, model, 2**34)
         reserve.plan_memory(cfg, model)

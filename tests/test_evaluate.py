@@ -32,6 +32,7 @@ from memo.run.long_context import (
     token_scores,
     usual_tokens,
 )
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.command import run
 from memo.system.launch import Launch
@@ -50,9 +51,9 @@ def quiet(text):
     pass
 
 
-def built(cfg, mesh=ALONE, kind=GPT):
+def built(cfg, mesh=ALONE, kind=Model):
     """A model whose weights tell tokens apart."""
-    model = kind(cfg, CPU, torch.float32, grads=False, mesh=mesh)
+    model = kind(GPT, cfg, CPU, torch.float32, grads=False, mesh=mesh)
     model.load((name, w * 8 if name.endswith(("q_w", "k_w", "wte", "wpe", "head_w")) else w)
                for name, w in perturbed_weights(cfg, CPU))
     return model
@@ -128,7 +129,7 @@ def test_each_bucket_holds_as_many_positions_as_all_before_it():
 
 # --- needles ---
 
-class Copier(GPT):
+class Copier(Model):
     """Predicts what followed the token when it was last here, no more than `reach` tokens ago; else the token
     itself."""
 
@@ -136,7 +137,7 @@ class Copier(GPT):
 
     def __init__(self, *args, **keys):
         super().__init__(*args, **keys)
-        self.edges.logits = lambda x: (None, None, None, x)
+        self.gpt.edges.logits = lambda x: (None, None, None, x)
 
     def hidden(self, tokens, read):
         ids, last, x = tokens[0].tolist(), {}, torch.zeros(tokens.shape[1], self.cfg.padded_vocab_size)
@@ -161,7 +162,7 @@ def words(tmp_path_factory):
 
 def needles(words, kind, lengths=(64, 128, 512), depths=(0.0, 0.5, 1.0)):
     cfg = Layout(**SHAPE | dict(vocab_size=600, block_size=512))
-    model = kind(cfg, CPU, torch.float32, grads=False)
+    model = kind(GPT, cfg, CPU, torch.float32, grads=False)
     model.load(initial_weights(cfg, 0, CPU))
     found = measure_needles(model, Questions(words, list(lengths), list(depths), 3, 5), quiet)
     return np.array(found["score"]), np.array(found["gain"]), found
@@ -170,7 +171,7 @@ def needles(words, kind, lengths=(64, 128, 512), depths=(0.0, 0.5, 1.0)):
 def test_a_model_that_copies_finds_all_needles_and_an_untrained_one_none(words):
     score, gain, found = needles(words, Copier)
     assert (score == 1.0).all() and found["mean_score"] == 1.0 and gain.min() > 10
-    score, gain, found = needles(words, GPT)
+    score, gain, found = needles(words, Model)
     assert found["mean_score"] <= 0.01 and np.abs(gain).max() < 0.5
 
 
@@ -204,7 +205,7 @@ def induction_weights(V, S):
 @pytest.mark.slow
 def test_a_gpt_with_an_induction_head_finds_all_needles(words):
     keys, w = induction_weights(600, 256)
-    model = GPT(Layout(**keys), CPU, torch.float32, grads=False)
+    model = Model(GPT, Layout(**keys), CPU, torch.float32, grads=False)
     model.load(w.items())
     found = measure_needles(model, Questions(words, [64, 256], [0.0, 0.6, 1.0], 2, 5), quiet)
     assert found["mean_score"] == 1.0 and np.min(found["gain"]) > 3

@@ -40,6 +40,7 @@ from memo.memory.flat import model_parameters
 from memo.run.load_config import load_config
 from memo.sample import load_model
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT
 from tests.helpers import (
     VOCAB,
@@ -197,7 +198,7 @@ def test_a_longer_context_is_trained_and_goes_out(tmp_path, dataset):
     longer = load_config(["--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--block_size=128",
                           "--rope_scaling="])
     ckpt = checkpoint.load(tmp_path / "out")
-    checkpoint.restore(ckpt, GPT(Layout.of(longer), "cpu", torch.float32))  # and again another context
+    checkpoint.restore(ckpt, Model(GPT, Layout.of(longer), "cpu", torch.float32))  # and again another context
 
 
 def test_only_positions_may_change(hf):
@@ -209,7 +210,7 @@ def test_only_positions_may_change(hf):
 def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
     cfg = Layout(**model_keys(hf) | dict(rope_scaling=json.dumps(YARN | dict(factor=2.0)).replace(
         '"rope_theta": 1000000.0, ', "")))
-    optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
+    optimizer = Optimizer(model := Model(GPT, cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(model.cfg, "cpu"))
     save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "back")
@@ -222,7 +223,8 @@ def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
 def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     keys = GPT2.keys if family == "gpt2" else FAMILIES["qwen3"].keys | dict(n_kv_head=2, tie_embeddings=False)
     cfg = Layout(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
-    made, optimizer = dict(perturbed_weights(cfg, "cpu")), Optimizer(GPT(cfg, "cpu", torch.float32), cfg)
+    made = dict(perturbed_weights(cfg, "cpu"))
+    optimizer = Optimizer(Model(GPT, cfg, "cpu", torch.float32), cfg)
     optimizer.load(made.items())
     save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")
@@ -414,7 +416,7 @@ def test_models_of_no_family_stay(keys, message):
 def test_untied_gpt2_and_another_mlp(tmp_path):
     cfg = Layout(**GPT2.keys, n_layer=1, n_head=2, n_embd=32, n_inner=40, block_size=S, vocab_size=V,
                  norm_eps=1e-3, tie_embeddings=False, gelu="tanh")
-    optimizer = Optimizer(model := GPT(cfg, "cpu", torch.float32), cfg)
+    optimizer = Optimizer(model := Model(GPT, cfg, "cpu", torch.float32), cfg)
     optimizer.load(perturbed_weights(cfg, "cpu"))
     save_states(tmp_path, optimizer, cfg, 0)
     convert.to_hf(tmp_path, tmp_path / "hf")

@@ -19,6 +19,7 @@ from memo.kernels.matmul import FP8
 from memo.memory.views import views
 from memo.parallel.mesh import ALONE
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.hardware import machine
 from memo.verify.reference import Reference
 from model import GPT
@@ -267,7 +268,7 @@ FAMILIES = dict(bias=True), LLAMA | dict(n_inner=96, head_dim=16)
 @pytest.mark.parametrize("keys", FAMILIES, ids=["gpt", "llama"])
 def test_gradients_against_an_fp8_reference(keys):
     cfg = Layout(n_layer=2, n_head=4, n_embd=64, vocab_size=128, block_size=64, matmul="fp8", **keys)
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
     reference = fp8_reference(cfg).load(perturbed_weights(cfg, CPU))
     batch = random_batch(cfg, 2, 64, CPU)

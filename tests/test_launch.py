@@ -165,7 +165,7 @@ def embedding_after_steps(host, keys):
         optimizer.clip(1.0)
         optimizer.step(1e-2)
     model.close()  # when the last weights have arrived
-    return model.edges.w.wte, mesh.take_sent_bytes()["tied"]
+    return model.gpt.edges.w.wte, mesh.take_sent_bytes()["tied"]
 
 
 @pytest.mark.ranks

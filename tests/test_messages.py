@@ -17,6 +17,7 @@ from memo.memory.placement import Placement
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT
 from testing.notes import Communicator, Notes, Post, Program, Wait, noted_mesh
 from testing.rendezvous import CIRCLE, ENDED, EQUAL, POSTED, SAME, validate_programs
@@ -49,7 +50,7 @@ def rebuild(model, cfg, lost):
 def program_of(cfg, rank, dp, lost):
     """The Program of a rank for a step, as on a GPU."""
     mesh, program = noted_mesh(rank, cfg.tp, cfg.cp, dp, cfg.metp)
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh)
     B, T = cfg.batch_size, cfg.block_size // cfg.cp
     placement = None  # every unit keeps its own
     if cfg.activation == "recompute":

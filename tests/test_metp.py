@@ -14,6 +14,7 @@ from memo.parallel.mesh import ALONE, Mesh
 from memo.parallel.visits import Visits
 from memo.run.rehearsal import FakeArena
 from memo.schedule.streams import open_streams
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
@@ -39,12 +40,12 @@ def torchs_layer():
 def halves(host, cfg, x, dy):
     """{name: (B, T, C)} of this rank's own tokens, and their positions: mid, y, and the gradient of x."""
     mesh = mesh_of(host, cfg) if host else ALONE
-    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    model = Model(GPT, cfg, CPU, torch.float32, mesh=mesh)
     model.load(perturbed_weights(cfg, CPU))
     B, T, tp = cfg.batch_size, cfg.block_size // cfg.cp, mesh.weights
     model.reserve(B, T)
     mine = model.positions[0][:T][tp.rank::tp.size]
-    (s, y), block = (model.swap.layers[0], model.swap.x[1]), model.blocks[0]
+    (s, y), block = (model.swap.layers[0], model.swap.x[1]), model.gpt.blocks[0]
     s.x.copy_(x[:, mine].flatten(0, 1))
     s.turn = None  # no positions
     block.forward(s, y)
@@ -171,9 +172,9 @@ def test_no_more_matrices_are_there_than_travel(p):
     cfg = Layout(n_layer=1, n_head=8, n_embd=64, n_inner=320, vocab_size=128, block_size=768 * p, tp=p,
                  tensor_parallel="metp", head_groups=8)
     mesh = Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=Axis("cp", p))
-    model, arena = GPT(cfg, "meta", torch.bfloat16, mesh=mesh), FakeArena()
+    model, arena = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh), FakeArena()
     model.reserve(1, cfg.block_size, streams=open_streams(CPU))
-    block, s, y = model.blocks[0], model.swap.layers[0], model.swap.x[1]
+    block, s, y = model.gpt.blocks[0], model.swap.layers[0], model.swap.x[1]
     part, group = 320 // p * 64, 64 // 8 * 64  # elements: two matrices a part, four a group
     sets = 1 if p == 2 else 2
     arena.run("forward", block.forward, s, y)

@@ -15,6 +15,7 @@ from memo.memory.views import views
 from memo.planner.plan import plan_trace
 from memo.run.rehearsal import traced_requests
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 from tests.helpers import LLAMA, error, perturbed_weights, random_batch
@@ -24,7 +25,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def compare(cfg, B, T, device, dtype, limit):
-    model = GPT(cfg, device, dtype)
+    model = Model(GPT, cfg, device, dtype)
     Optimizer(model, cfg).load(perturbed_weights(cfg, device))
     rounded = {n: w.float() for n, w in views(model.layout, model.params).items()}
     reference = Reference(cfg).to(device).load(rounded.items())
@@ -89,7 +90,7 @@ def test_gradients_over_several_head_chunks(device, monkeypatch):
 
 def test_accumulated_micro_batches_equal_one_large_batch():
     cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64, position="learned")
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     tokens, targets = random_batch(cfg, 4, 64, "cpu")
     model.forward(tokens, targets, scale=1.0)
@@ -104,7 +105,7 @@ def test_accumulated_micro_batches_equal_one_large_batch():
 
 def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
     cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=100, block_size=64)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     batch = random_batch(cfg, 1, 64, "cpu")
     loss = model.forward(*batch, scale=1.0)
@@ -118,7 +119,7 @@ def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
                                   LLAMA | dict(qk_norm=True), dict(matmul="fp8")], ids=str)
 def test_recompute_gives_the_same_bits(keys):
     cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 2, 512, "cpu"))
     (s,) = model.swap.layers
@@ -127,7 +128,7 @@ def test_recompute_gives_the_same_bits(keys):
     tail = slice(384, None)
     for n in names:
         getattr(s, n)[tail] = float("nan")
-    model.blocks[0].recompute(s, dict.fromkeys(names, tail))
+    model.gpt.blocks[0].recompute(s, dict.fromkeys(names, tail))
     for n in names:
         assert torch.equal(bytes_of(getattr(s, n)), bytes_of(kept[n])), n
 
@@ -137,7 +138,7 @@ def test_recompute_gives_the_same_bits(keys):
 def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most, monkeypatch):
     monkeypatch.setattr("memo.kernels.rows.CHUNK_ROWS", most)
     cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=1700, bias=True)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     model.forward(*random_batch(cfg, 1, 1700, "cpu"))
     (s,) = model.swap.layers
@@ -146,7 +147,7 @@ def test_recompute_of_other_rows_of_each_tensor_gives_the_same_bits(first, most,
     want = {n: getattr(s, n).clone() for n in kept}
     for n, r in rows.items():
         getattr(s, n)[r] = float("nan")
-    model.blocks[0].recompute(s, rows)
+    model.gpt.blocks[0].recompute(s, rows)
     for n in kept:
         assert torch.equal(getattr(s, n), want[n]), n
 
@@ -193,7 +194,7 @@ def test_rotary_backward_undoes_forward_and_scores_see_distance_only(dtype):
 @pytest.mark.slow
 def test_full_logits_never_exist():
     cfg = Layout(n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=2 * HEAD_ROWS)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(initial_weights(cfg, 0, "cpu"))
     tokens, targets = random_batch(cfg, 1, cfg.block_size, "cpu")
     largest = 0
@@ -216,7 +217,7 @@ def test_full_logits_never_exist():
 def test_adamw_decays_matrices_only_and_clips_the_global_norm():
     cfg = Layout(n_layer=2, n_head=2, n_embd=64, vocab_size=128, block_size=64, bias=True, position="learned",
                  weight_decay=0.5)
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     optimizer = Optimizer(model, cfg)
     optimizer.load(perturbed_weights(cfg, "cpu"))
     reference = Reference(cfg).load(views(model.layout, model.params).items())
@@ -254,7 +255,8 @@ def gpu_step(cfg):
             names.add(func.name())
             return func(*args, **(kwargs or {}))
     with Names():
-        trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16), 1, cfg.block_size, [{}])
+        trace = traced_requests(lambda device: Model(GPT, cfg, device, torch.bfloat16), 1, cfg.block_size,
+                                [{}])
     return names, plan_trace(trace).arena_bytes
 
 

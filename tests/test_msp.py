@@ -34,6 +34,7 @@ from memo.schedule.order import forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import AS_SENT, MET, STAGES_CIRCLE, in_one_order, other_end
 from memo.schedule.waits import schedule
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.axis import Axis
 from memo.system.launch import Launch
@@ -258,7 +259,7 @@ def test_who_helps_depends_on_no_timing():
 def test_the_memory_is_what_its_lines_say():
     cfg = Layout(**KEYS, batch_size=2, pp=2, stage=1, msp=True, subsequences=4, activation="keep")
     cfg = replace(cfg, shares=even_shares(cfg))
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     model.reserve(2, cfg.block_size)
     p = model.swap.placement
     lines = activation_lines(cfg, p, 4)
@@ -275,7 +276,8 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
         cfg = Layout(**KEYS | FAMILIES[family], pp=p, tp=tp, subsequences=N, msp=True)
         cfg, schedules, sent = with_random_shares(cfg, seed=N), [], {}
         for stage in range(p):
-            model = GPT(replace(cfg, stage=stage), CPU, torch.float32, mesh=Mesh(weights=Axis("tp", tp)))
+            mesh = Mesh(weights=Axis("tp", tp))
+            model = Model(GPT, replace(cfg, stage=stage), CPU, torch.float32, mesh=mesh)
             model.reserve(1, cfg.block_size)
             swap = model.swap
             sizes = Sizes(swap.placement, tensors_of(cfg, 4), layer_numel(cfg, 1))
@@ -325,8 +327,8 @@ def delayed(host, *args):
             time.sleep(2 * of if leaves else rng.random() * of)
             return work(*args)
         return call
-    with patch.object(GPT, "exchange", late(GPT.exchange, 4e-3)), patch.object(
-            GPT, "unit_forward", staticmethod(late(GPT.unit_forward, 2e-3))):
+    with patch.object(Model, "exchange", late(Model.exchange, 4e-3)), patch.object(
+            Model, "unit_forward", staticmethod(late(Model.unit_forward, 2e-3))):
         return gradients(host, *args)
 
 

@@ -15,6 +15,7 @@ from memo.kernels import fp8, ops, te
 from memo.kernels.matmul import matmul_of
 from memo.kernels.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from tests import fake_te
@@ -279,7 +280,7 @@ def test_a_layers_gradients_with_te_are_those_with_torch(keys, products, monkeyp
     for name in ("torch", "te"):
         found = kernels(name, monkeypatch)
         monkeypatch.setattr("model.resolve_ops", lambda *_, found=found: (found, ""))
-        model = GPT(cfg, CPU, torch.bfloat16)
+        model = Model(GPT, cfg, CPU, torch.bfloat16)
         Optimizer(model, cfg).load(perturbed_weights(cfg, CPU))
         model.forward(*random_batch(cfg, 1, 64, CPU), scale=1.0)
         model.backward()

@@ -12,6 +12,7 @@ from memo.memory import flat
 from memo.memory.views import views
 from memo.parallel.mesh import ALONE
 from memo.states.optim import Optimizer, square_sum
+from memo.states.passes import Model
 from memo.system import hardware
 from model import GPT
 from testing.ranks import pool
@@ -35,7 +36,7 @@ def test_a_norm_is_that_of_fp64(n, kind):
 
 def norm_of(cfg):
     """(norm, that of fp64) of gradients that depend on the parameter alone."""
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     for name, g in views(model.layout, model.grads).items():
         g.normal_(generator=torch.Generator().manual_seed(sum(map(ord, name))))
     model.reserve(1, cfg.block_size)
@@ -60,7 +61,7 @@ SMALL = Layout(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, p
 def trained(mesh, cfg, dtype, steps=3, folder=None):
     """What train_steps() gives, where every layer keeps its activations."""
     def fresh(resumes):
-        model = GPT(cfg, CPU, dtype, mesh=mesh)
+        model = Model(GPT, cfg, CPU, dtype, mesh=mesh)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp)
         optimizer = Optimizer(model, cfg)
         optimizer.load(perturbed_weights(cfg, CPU))
@@ -120,14 +121,14 @@ def test_with_subsequences_it_changes_no_bit(micro_batches, order, one_thread):
     (dict(subsequences=4, unit_order="subsequence"), 5)], ids=str)
 def test_layers_whose_gradients_leave_take_turns_in_two_places(keys, layers):
     cfg = replace(SMALL, optimizer_device="cpu", **keys)
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     first, layer, *_, last = (end - start for start, end in model.buckets)
     assert model.grads.numel() == first + layers * layer + last
     _, _, lines = states(cfg, hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None), 1, 4)
     assert [line.device_bytes for line in lines if line.region == "grads"] == [model.grads.nbytes]
     places = [grads.data_ptr() for grads in model.bucket_grads]
     assert len(set(places)) == layers + 2 and (places[1] == places[3]) == (layers == 2)
-    for k, (block, grads) in enumerate(zip(model.blocks, model.bucket_grads[1:-1], strict=True)):
+    for k, (block, grads) in enumerate(zip(model.gpt.blocks, model.bucket_grads[1:-1], strict=True)):
         for name in ("q_w", "ln1_w"):
             dw, p = getattr(block.dw, name), model.layout[f"h.{k}.{name}"]
             assert dw.data_ptr() == grads.data_ptr() + 4 * (p.offset - model.buckets[k + 1][0])
@@ -135,7 +136,7 @@ def test_layers_whose_gradients_leave_take_turns_in_two_places(keys, layers):
 
 def test_gradients_leave_while_the_backward_goes_on():
     cfg = replace(SMALL, optimizer_device="cpu", gradient_accumulation_steps=1)
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     model.reserve(cfg.batch_size, cfg.block_size)
     optimizer = Optimizer(model, cfg)
     optimizer.load(perturbed_weights(cfg, CPU))

@@ -16,6 +16,7 @@ from memo.planner.plan import plan_trace
 from memo.run.load_config import load_config
 from memo.run.rehearsal import FakeArena, rehearsed_requests, traced_requests
 from memo.schedule.streams import open_streams
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
@@ -132,9 +133,9 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     cfg = Layout(**KEYS | dict(batch_size=2, n_kv_head=KEYS["n_head"] // shared), tp=tp, cp=cp,
                  context_parallel=kind)
     mesh = Mesh(weights=Axis("tp", tp, tp - 1), tokens=Axis("cp", cp))
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(2, S // cp, streams=open_streams(CPU))
-    model.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
+    model.gpt.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
     BTC = 2 * (S // cp) * cfg.n_embd * 2  # bytes, bf16
     assert mesh.weights.sent_bytes == 4 * BTC * (tp - 1) // tp  # two gathers, two scattered sums
     KV = 2 * BTC // tp // shared  # bytes of a block's keys and values
@@ -145,7 +146,7 @@ def test_a_layer_sends_what_the_formulas_say(tp, cp, kind, pieces, family, share
     exchanged = (2 * BTC // tp + KV) * (cp - 1) // cp
     assert mesh.tokens.sent_bytes == (KV * (cp - 1) if kind == "ring" else exchanged)
     mesh.take_sent_bytes()
-    model.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
+    model.gpt.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
     assert mesh.weights.sent_bytes == 6 * BTC * (tp - 1) // tp  # four gathers, two scattered sums
     home = 2 * KV * (cp - 1)  # a ring's gradients of keys and values, fp32
     exchanged = (4 * BTC // tp + 2 * KV) * (cp - 1) // cp
@@ -172,14 +173,14 @@ def test_a_layer_of_metp_sends_what_the_formulas_say(family, shared, matmul, tp,
     for rank in {0, tp - 1}:
         mesh = Mesh(weights=Axis("tp", tp, rank), hops=Axis("hops", tp, rank),
                     tokens=Axis("cp", tp * cp, rank))
-        model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+        model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh)
         model.reserve(1, S // cp, streams=open_streams(CPU))
         axes = mesh.hops, mesh.weights, mesh.tokens
-        model.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
+        model.gpt.blocks[0].forward(model.swap.layers[0], model.swap.x[1])
         away, block = (tp - 1) / tp, 2 * KV * S // (cp * tp) * (cp * tp - 1)
         sent = [axis.sent_bytes for axis in axes]
         assert sent == [e * mlp * away, e * attention * away + scales, 2 * block]
-        model.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
+        model.gpt.blocks[0].backward(model.swap.x[1], model.swap.layers[0])
         sent = [axis.sent_bytes - n for axis, n in zip(axes, sent, strict=True)]
         # bf16 keys and values, and matrices where these are not in FP8; their gradients are fp32
         assert sent == [(e + 4) * mlp * away, (e + 4) * attention * away + scales, (2 + 4) * block]
@@ -193,7 +194,7 @@ def both_traces(host, cfg):
     made, silent = [], mesh.silent()
     mesh.take_sent_bytes()
     for trace, m in ((rehearsed_requests(model, arena), mesh),
-                     (traced_requests(lambda device: GPT(cfg, device, torch.float32, mesh=silent),
+                     (traced_requests(lambda device: Model(GPT, cfg, device, torch.float32, mesh=silent),
                                       *model.shape, model.swap.missing, "cpu"), silent)):
         sizes = {label: [n for verb, _, n in events if verb == "malloc"]
                  for label, events in trace.segments.items()}
@@ -219,7 +220,7 @@ def test_a_rank_can_be_traced_without_the_others(kind):
 @pytest.mark.slow
 def test_no_rank_ever_has_full_logits():
     cfg = Layout(n_layer=1, n_head=4, n_embd=16, vocab_size=50257, block_size=4096, tp=4)
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=Mesh(weights=Axis("tp", 4, 1)))
+    model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=Mesh(weights=Axis("tp", 4, 1)))
     arena = FakeArena()
     model.arena = arena
     tokens = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
@@ -243,7 +244,8 @@ def test_a_layer_takes_little_beside_its_buffers(tp, cp, kind, S, monkeypatch):
     mesh = Mesh(weights=Axis("tp", tp), tokens=Axis("cp", cp))
     N = n_rows(cfg)
     missing = [Placement(3, 1, N, {t.name: 0 for t in layer_of(cfg).skeletal if t.group}).missing(0)] * 3
-    trace = traced_requests(lambda device: GPT(cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp, missing)
+    trace = traced_requests(lambda device: Model(GPT, cfg, device, torch.bfloat16, mesh=mesh), 1, S // cp,
+                            missing)
     assert plan_trace(trace).arena_bytes <= 2.25 * N * cfg.n_embd * 2
 
 
@@ -251,7 +253,7 @@ def memory_of(S, **keys):
     """Bytes of a rank's activations in a layout, without ranks."""
     cfg = Layout(**KEYS | keys | dict(block_size=S))
     mesh = Mesh(weights=Axis("tp", cfg.tp), tokens=Axis("cp", cfg.cp))
-    model = GPT(cfg, "meta", torch.bfloat16, mesh=mesh)
+    model = Model(GPT, cfg, "meta", torch.bfloat16, mesh=mesh)
     model.reserve(1, S // cfg.cp, streams=open_streams(CPU))
     return model.swap.device_bytes
 

@@ -22,6 +22,7 @@ from memo.run import reserve
 from memo.run.load_config import load_config
 from memo.run.trace_step import trace_step
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system import command as commands
 from memo.system import hardware
 from memo.system.axis import Axis
@@ -55,7 +56,7 @@ def test_lines_are_the_bytes_of_each_stage(keys):
     for one in (got.but(shown=stage) for stage in got.stages):
         mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks),
                     dp=Axis("dp", 2), replicas=Axis("data", 2))
-        model = GPT(one.cfg, torch.device("cpu"), torch.float32, mesh=mesh)
+        model = Model(GPT, one.cfg, torch.device("cpu"), torch.float32, mesh=mesh)
         optimizer = Optimizer(model, one.cfg)
         model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, one.placement)
         lines = reserve.where_it_lives(one.cfg, Decision(one.placement, one.plan, None, 0), model, optimizer)

@@ -25,6 +25,7 @@ from memo.memory.placement import Placement
 from memo.run import reserve
 from memo.run.prepare import machine_of
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.launch import Launch
 from model import GPT
@@ -118,7 +119,7 @@ def test_the_overlap_limit_is_the_longest_copy_that_never_stalls(L, n):
 # --- decide ---
 
 def decided(cfg, limit=PLENTY):
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     return model, reserve.reserve_activations(cfg, model, limit)
 
 
@@ -170,7 +171,7 @@ def test_what_is_said_is_what_was_taken(alpha):
 @pytest.mark.parametrize("keys", [{}, dict(alpha_mode="paper"), dict(dtype="bfloat16")])
 def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_the_estimate(keys, monkeypatch):
     cfg, launch = replace(CFG, **keys), Launch(0, 1, 0, 1)
-    model = GPT(cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.bfloat16 if "dtype" in keys else torch.float32)
     keep = reserve.reserve_activations(replace(cfg, activation="keep"), model, 0)
     kept = model.swap.device_bytes
     lines = reserve.where_it_lives(cfg, keep, model, Optimizer(model, cfg))  # of the tensors themselves
@@ -204,7 +205,7 @@ def buffers(cfg, model, rates):
 
 
 def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(monkeypatch):
-    model = GPT(CFG, "cpu", torch.float32)
+    model = Model(GPT, CFG, "cpu", torch.float32)
     x = tensors()["x"].nbytes
     for free, want in ((100 * whole(), 5), (5 * whole() + x, 5), (4 * whole() + x, 4), (3 * whole() + x, 3)):
         gpu_with(monkeypatch, free)
@@ -249,7 +250,7 @@ def reserved(host, keys, limits):
     def copied(pairs):
         moments.append(time.monotonic())
         copy_bytes(pairs)
-    model = GPT(cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
+    model = Model(GPT, cfg, CPU, torch.float32, mesh=mesh_of(host, cfg))
     with pytest.MonkeyPatch.context() as m:
         m.setattr("memo.run.measure.HostSlab", slab_of)
         m.setattr("memo.run.measure.copy_bytes", copied)

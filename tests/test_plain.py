@@ -10,6 +10,7 @@ from memo.decide.where import Room, problem_of
 from memo.memory.placement import rows
 from memo.plain import kept_rows, take_memory, training_step
 from memo.schedule.streams import CpuStream, Streams, Timeline, close_streams, open_streams
+from memo.states.passes import Model
 from model import GPT
 from testing.turns import COPIES, SHAPE, shuffle, streams_by_turns
 from tests.helpers import LLAMA, perturbed_weights, random_batch
@@ -74,7 +75,7 @@ def ran(streams):
 
 
 def built(cfg):
-    model = GPT(cfg, CPU, torch.float32)
+    model = Model(GPT, cfg, CPU, torch.float32)
     model.load(perturbed_weights(cfg, CPU))
     return model
 
@@ -90,7 +91,7 @@ def executed(model, batch):
 def plain(model, memory, streams, *batches):
     """[losses, gradients] of plain.py. The host runs ahead of the streams, through all batches."""
     model.grads.zero_()
-    losses = [training_step(model, memory, streams, *batch) for batch in batches]
+    losses = [training_step(model.gpt, memory, streams, *batch) for batch in batches]
     for stream in streams[:3]:
         stream.synchronize()
     return [*losses, model.grads.clone()]

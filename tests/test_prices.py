@@ -20,6 +20,7 @@ from memo.estimate.pipeline_seconds import embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.run import measure
 from memo.schedule.streams import open_streams
+from memo.states.passes import Model
 from memo.system.hardware import MESSAGES, Machine, Node, Speeds
 from model import GPT
 from testing.notes import Post, noted_mesh
@@ -88,7 +89,7 @@ def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
     cfg = Layout(**KEYS | keys)
     mesh, program = noted_mesh(cfg.tp * cfg.cp - 1, cfg.tp, cfg.cp, metp=cfg.metp)
     where = ("cpu", torch.float32) if cfg.device == "cpu" else ("meta", torch.bfloat16)
-    model, (B, T) = GPT(cfg, *where, mesh=mesh), (cfg.batch_size, cfg.block_size // cfg.cp)
+    model, (B, T) = Model(GPT, cfg, *where, mesh=mesh), (cfg.batch_size, cfg.block_size // cfg.cp)
     placement, _ = place_rows(cfg, problem_of(cfg, model.dtype.itemsize, None, Room(0)))
     model.reserve(B, T, placement if cfg.activation == "recompute" else None, streams=open_streams(CPU))
     tokens = torch.zeros(B, T, dtype=torch.int64, device=model.device)

@@ -18,6 +18,7 @@ from memo.estimate.regions import states
 from memo.memory.sizes import HOST_SHARE
 from memo.parallel.mesh import ALONE
 from memo.run.reserve import check_memory, host_limit, where_it_lives
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.launch import Launch
 from model import GPT
@@ -113,7 +114,7 @@ def test_two_layers_are_on_the_device_whatever_their_number(where, micros, famil
 def test_a_model_that_is_not_trained_finds_its_layers_on_the_host(N):
     cfg, made = replace(SMALL, subsequences=N, **LLAMA), []
     for where in ("device", "host"):
-        model = GPT(replace(cfg, states=where), CPU, torch.bfloat16, grads=False)
+        model = Model(GPT, replace(cfg, states=where), CPU, torch.bfloat16, grads=False)
         model.load(perturbed_weights(cfg, CPU))
         model.reserve_forward(1, 48)
         made.append((model.hidden(torch.arange(48)[None], lambda i, x: x.clone()),

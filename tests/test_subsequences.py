@@ -18,6 +18,7 @@ from memo.kernels.ops import rotations
 from memo.layer.row_order import row_order
 from memo.parallel.mesh import Mesh
 from memo.run.load_config import load_config
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from tests.helpers import CPU, VOCAB, error, perturbed_weights, random_batch, save_header
@@ -205,7 +206,7 @@ def test_one_subsequence_lies_as_without_subsequences():
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_a_model_has_positions_and_rotations_by_subsequence(position):
     cfg, B = made(96, 3, position=position, cp=2), 2
-    model = GPT(cfg, CPU, torch.float32, mesh=Mesh(tokens=Axis("cp", 2, 1)))
+    model = Model(GPT, cfg, CPU, torch.float32, mesh=Mesh(tokens=Axis("cp", 2, 1)))
     for S, N in ((96, 3), (48, 1)):
         model.reserve(B, S // 2)
         here = row_order(cfg, S, model.mesh).positions()
@@ -220,8 +221,9 @@ def test_a_model_has_positions_and_rotations_by_subsequence(position):
 def test_a_prompt_is_read_by_subsequences(keys, monkeypatch):
     prompt, seen = random_batch(made(640, 1), 1, 640, CPU)[0][0].tolist(), []
     for N, stream in ((1, "whole"), (5, "whole"), (5, "copied")):
-        monkeypatch.setattr("model.with_stream", lambda p, *a, stream=stream: replace(p, stream=stream))
-        model = GPT(made(768, N, **keys), CPU, torch.float32, grads=False)
+        monkeypatch.setattr("memo.states.passes.with_stream",
+                            lambda p, *a, stream=stream: replace(p, stream=stream))
+        model = Model(GPT, made(768, N, **keys), CPU, torch.float32, grads=False)
         model.load(perturbed_weights(model.cfg, CPU))
         cache = sample.open_cache(model, 641)
         logits = [sample.prefill(model, cache, prompt)]

@@ -25,6 +25,7 @@ from memo.schedule.spans import stall_s
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from model import GPT
 from testing.notes import noted_mesh
 from testing.turns import RACES, WAITS, Racing, kind_of
@@ -49,7 +50,7 @@ def placement(cfg, B, S, dtype, host=1.0, hidden=1.0):
 def build(B, S, dtype, device="cpu", streams=None, limits=None, changed=None, **keys):
     """`changed`: fields of the Placement that are others than the config's."""
     cfg = Layout(**{**MODEL, "block_size": S, "batch_size": B, **keys})
-    model = GPT(cfg, device, dtype)
+    model = Model(GPT, cfg, device, dtype)
     optimizer = Optimizer(model, cfg)
     optimizer.load(perturbed_weights(cfg, device))
     placed = replace(placement(cfg, B, S, dtype, **(limits or {})), **(changed or {}))
@@ -243,7 +244,7 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     cfg = Layout(**MODEL | dict(n_layer=3, n_head=6, n_embd=48, n_kv_head=2, cp=3, context_parallel="ulysses",
                                 subsequences=3, unit_order="layer", block_size=576, activation="swap"))
     mesh, _ = noted_mesh(0, 1, 3, 1, False)
-    model = GPT(cfg, "meta", torch.float32, mesh=mesh)
+    model = Model(GPT, cfg, "meta", torch.float32, mesh=mesh)
     model.reserve(1, 192, placed(cfg, 2), streams=open_streams(torch.device("cpu")))
     p, tensors, pairs = model.swap.placement, model.swap.tensors, model.swap.pairs
     sent = {step.unit: sum(here.nbytes for here, _ in copies) for step, copies in pairs.items()
@@ -322,7 +323,7 @@ def test_the_memory_of_another_shape_is_taken_anew():
 
 
 def GPT_loss(cfg, S):
-    model = GPT(cfg, "cpu", torch.float32)
+    model = Model(GPT, cfg, "cpu", torch.float32)
     model.load(perturbed_weights(cfg, "cpu"))
     return model.forward(*random_batch(cfg, 1, S, "cpu"))
 
@@ -380,7 +381,7 @@ def test_swapped_rows_live_on_the_host_only_and_the_others_nowhere(keys, monkeyp
                       CpuStream("prefetch", timeline), timeline)
     cfg, model, optimizer = build(8, 256, torch.float32, streams=streams, **keys)
     offload.model, recomputed = model, []
-    for block in model.blocks:
+    for block in model.gpt.blocks:
         def recompute(s, rows, block=block, real=block.recompute):
             if rows is not block.every_row:  # the forward's own
                 for name, r in rows.items():
@@ -551,18 +552,18 @@ def test_an_exception_in_a_layer_ends_everything_without_a_hang(where, threaded,
     monkeypatch.setattr(HostSlab, "close",
                         lambda slab, real=HostSlab.close: closed.append(slab) or real(slab))
 
-    real = getattr(model.blocks[2], where)
+    real = getattr(model.gpt.blocks[2], where)
 
     def broken(*args):
-        if where == "recompute" and args[-1] is model.blocks[2].every_row:  # the forward's own
+        if where == "recompute" and args[-1] is model.gpt.blocks[2].every_row:  # the forward's own
             return real(*args)
         raise FloatingPointError("broken")
-    monkeypatch.setattr(model.blocks[2], where, broken)
+    monkeypatch.setattr(model.gpt.blocks[2], where, broken)
     with pytest.raises(FloatingPointError, match="broken"):
         run_pass(model, random_batch(cfg, 1, 512, "cpu"))
     slab = model.swap.slab
     model.close()
-    assert closed == [slab] and model.swap is None
+    assert closed == [slab] and model.taken is None
     assert memo_threads() == before
 
 

@@ -300,7 +300,7 @@ def test_the_cached_sampler_agrees_with_the_whole_forward(keys, dataset, tmp_pat
     for _ in range(20):
         batch = torch.tensor([tokens])
         model.forward(batch, batch)
-        tokens.append(model.edges.logits(model.swap.x[-1])[3][-1, :VOCAB].argmax().item())
+        tokens.append(model.gpt.edges.logits(model.swap.x[-1])[3][-1, :VOCAB].argmax().item())
     assert got == tokens[3:]
     again = [list(sample.generate(model, prompt, 20, temperature=1.0, top_k=5, seed=s)) for s in (1, 1, 2)]
     assert again[0] == again[1] != again[2]

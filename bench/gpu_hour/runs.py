@@ -31,6 +31,7 @@ from memo.plots.figures import timeline
 from memo.run import reserve
 from memo.schedule.spans import stall_s
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system.device import device_name, synchronize
 from memo.system.hardware import peak_flops_per_s
 from memo.system.launch import read_launch
@@ -51,7 +52,7 @@ class Ours:
     """memo as a run has it, with its memory plan."""
 
     def __init__(self, cfg, tokens, targets):
-        self.model = GPT(cfg, device(), torch.bfloat16)
+        self.model = Model(GPT, cfg, device(), torch.bfloat16)
         self.optimizer = Optimizer(self.model, cfg)
         self.optimizer.load(initial_weights(cfg, 0, device()))
         self.batch = tokens, targets
@@ -79,7 +80,7 @@ class Ours:
                 print(f"no {png.name}: {why_of(e)}")
         return dict(alpha=d.alpha, limits=d.swap_plan and d.swap_plan.limits, stall_s=stall_s(spans),
                     host_bytes=swap.host_bytes, buffer_bytes=swap.device_bytes,
-                    attention=self.model.attention.name, rates=d.rates and d.rates.as_dict(),
+                    attention=self.model.gpt.attention.name, rates=d.rates and d.rates.as_dict(),
                     arena_bytes=stats.arena_bytes, misses=stats.misses)
 
     def floor_s(self):
@@ -344,7 +345,7 @@ def check(notes, cfg):
         want = twin(*batch)
         want.backward()
     twin.x = None
-    model = GPT(cfg, device(), torch.bfloat16)
+    model = Model(GPT, cfg, device(), torch.bfloat16)
     model.load(initial_weights(cfg, 0, device()))
     for placement, p in placements(cfg).items():
         with notes.trying(f"{name} {placement}"):

@@ -17,6 +17,7 @@ from memo.parallel.mesh import open_mesh
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.run.load_config import load_config
 from memo.states.optim import Optimizer
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.axis import Axis
 from model import GPT, initial_weights
@@ -193,7 +194,7 @@ def own_output(host, cfg):
     """(positions of this rank's rows, the last layer's output there) of a forward."""
     mesh = open_mesh(host, cfg.cp, cfg.tp, CPU, metp=cfg.metp)
     held = torch.cat(row_order(cfg, cfg.block_size, mesh).positions())
-    model = GPT(cfg, CPU, torch.float32, mesh=mesh)
+    model = Model(GPT, cfg, CPU, torch.float32, mesh=mesh)
     Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
     model.reserve(1, len(held))
     every = torch.randint(cfg.vocab_size, (1, cfg.block_size), generator=torch.Generator().manual_seed(0))

@@ -12,6 +12,7 @@ from memo.parallel.mesh import Mesh
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.run.rehearsal import FakeArena
 from memo.schedule.streams import open_streams
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.hardware import GIB
 from model import GPT
@@ -27,7 +28,8 @@ def one_layer(h, heads, S, p, kind="metp", dtype=torch.bfloat16):
     """A GPT of one layer, of which rank 0 of p has shapes alone, ready for a pass over S tokens."""
     cfg = Layout(n_layer=1, n_embd=h, n_head=heads, block_size=S, vocab_size=128, tp=p, tensor_parallel=kind)
     tokens = Axis("cp", p if kind == "metp" else 1)
-    model = GPT(cfg, "meta", dtype, mesh=Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=tokens))
+    mesh = Mesh(weights=Axis("tp", p), hops=Axis("hops", p), tokens=tokens)
+    model = Model(GPT, cfg, "meta", dtype, mesh=mesh)
     model.reserve(1, S, streams=open_streams(CPU))
     return cfg, model
 
@@ -40,8 +42,8 @@ def sent_elements(p):
     h, heads, S = 1024, 16, 8192
     _, model = one_layer(h, heads, S, p, dtype=torch.float32)
     s, y = model.swap.layers[0], model.swap.x[1]
-    model.blocks[0].forward(s, y)
-    model.blocks[0].backward(y, s)
+    model.gpt.blocks[0].forward(s, y)
+    model.gpt.blocks[0].backward(y, s)
     sent = {name: n // 4 for name, n in model.mesh.take_sent_bytes().items()}
     return sent["hops"] / h**2, sent["tp"] / h**2, sent["cp"] / (S * h)
 
@@ -96,7 +98,7 @@ def layer_memory(h, heads, S, p, kind="metp"):
     """Peak elements on a rank in a layer's forward, with what it keeps and without states: (without messages,
     with them)."""
     cfg, model = one_layer(h, heads, S, p, kind)
-    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
+    block, s, y, arena = model.gpt.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     arena.run("forward", block.forward, s, y)
     alone, _, together = arena.peaks()
@@ -107,7 +109,7 @@ def halves_memory(h, heads, S, p):
     """{half: (kept after its forward, its peak, that of its messages)} of METP's two halves' forward,
     elements without states."""
     cfg, model = one_layer(h, heads, S, p)
-    block, s, y, arena = model.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
+    block, s, y, arena = model.gpt.blocks[0], model.swap.layers[0], model.swap.x[1], Metered(cfg)
     kept = {name: t.nbytes // 2 for name, t in tensors_of(cfg, 2).items()}
     own = block.own_parts(*block.projections, "proj_w", *block.mlp_names)
     arena.run("attention", block.attention_half, s, own, y, slice(None))

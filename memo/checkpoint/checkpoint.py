@@ -45,7 +45,7 @@ from memo.memory.flat import model_parameters
 from memo.memory.slab import HostSlab
 from memo.memory.views import Piece, is_finite, whole
 from memo.states.optim import Optimizer
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.system.axis import come
 from memo.system.command import progress, start_thread
 from memo.system.files import JsonObject, own_folder, regular, save_bytes, sync_folder

@@ -24,7 +24,7 @@ from memo.errors import RunFailed
 from memo.kernels.rows import own_ids
 from memo.layer.row_order import row_order
 from memo.run.reserve import lack_of_memory
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.system.files import JsonObject
 
 VALUE = 8  # tokens
@@ -66,11 +66,11 @@ def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.
     """Scores (2, tp * n), fp32, from own rows x (n, C) of the last layer and the targets (tp * n,) of all tp
     ranks' rows: the target's log-probability, and 1 where no token is likelier."""
     tp = model.mesh.weights
-    *_, logits = model.edges.logits(x)  # (tp * n, V/tp)
+    *_, logits = model.gpt.edges.logits(x)  # (tp * n, V/tp)
     own, held = own_ids(tp, target[:, None], logits.shape[1])
     of_target = tp.sum(logits.gather(1, own).float() * held)  # (tp * n, 1): one of the ranks has it
     best = tp.gather(logits.amax(1).float()).amax(0)  # of the columns of all ranks
-    log_p, _ = model.edges.ops.cross_entropy(tp, logits, target, gradient=False)
+    log_p, _ = model.gpt.edges.ops.cross_entropy(tp, logits, target, gradient=False)
     return torch.stack((log_p, (of_target[:, 0] >= best).float()))
 
 
@@ -92,7 +92,7 @@ def token_scores(model: Model, windows: torch.Tensor, wanted: torch.Tensor) -> t
             rows = wanted.flatten()[at].view(-1, tp.size).any(1).nonzero()[:, 0].to(device)
             part_scores = torch.zeros(2, *targets.shape, device=device)
             # chunk by chunk, like the training's head; another rank of cp may have all that is wanted
-            for part in rows.split(model.edges.own_head_rows) if len(rows) else ():
+            for part in rows.split(model.gpt.edges.own_head_rows) if len(rows) else ():
                 # rows of a gather come rank by rank, tokens by turns
                 scores = target_scores(model, x[part], targets[part].t().reshape(-1))
                 part_scores[:, part] = scores.view(2, tp.size, -1).transpose(1, 2)

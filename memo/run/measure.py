@@ -34,7 +34,8 @@ from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.schedule.step import Unit
 from memo.states.optim import Optimizer, adamw_step
-from memo.states.protocols import LayerBlock, Model
+from memo.states.passes import Model
+from memo.states.protocols import LayerBlock
 from memo.system import hardware
 from memo.system.axis import Axis
 from memo.system.command import progress

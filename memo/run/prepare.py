@@ -39,7 +39,7 @@ from memo.run.report import furnish
 from memo.run.state import Checked, Decided, Run
 from memo.run.trace_step import trace_step
 from memo.states.optim import Optimizer
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.axis import Axis, T
 from memo.system.command import progress

@@ -17,7 +17,7 @@ from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
-from memo.states.protocols import Model
+from memo.states.passes import Model
 
 PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
 MORE_LENGTHS = 4  # of subsequences that are traced

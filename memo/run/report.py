@@ -44,7 +44,7 @@ def print_first_lines(run: Run) -> None:
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
-    why_ops = f": {m.why_ops}" if m.why_ops and run.device.type == "cuda" else ""
+    why_ops = f": {m.gpt.why_ops}" if m.gpt.why_ops and run.device.type == "cuda" else ""
     was = run.ckpt.config if run.ckpt else {}
     if run.ckpt and run.ckpt.iter == 0:  # from memo.convert: nobody has chosen how to train
         was = {name: was.get(name) for name in MODEL_KEYS}
@@ -56,8 +56,8 @@ def print_first_lines(run: Run) -> None:
           f"ranks       {mesh.host.size}: {pp}dp={mesh.dp.size} cp={cfg.cp} tp={cfg.tp}; "
           f"{m.buckets[-1][1] / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
-          f"peak {peak}, attention={m.attention.label}, "
-          f"ops={m.ops.name}{why_ops}", table, *reserve.stages_table(cfg, run.stage_records),
+          f"peak {peak}, attention={m.gpt.attention.label}, "
+          f"ops={m.gpt.ops.name}{why_ops}", table, *reserve.stages_table(cfg, run.stage_records),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}",
           *(f"rescued     {folder} has what could not be saved in {run.out}; remove it if you need it no more"
             for folder in rescues(run.out)[1]),

@@ -57,7 +57,7 @@ from memo.schedule.simulate import in_one_order
 from memo.schedule.streams import Streams
 from memo.schedule.waits import passes_of
 from memo.states.optim import Optimizer
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.system.device import device_name, free_bytes, own_bytes, settle
 from memo.system.hardware import NODES, Machine
 from memo.system.launch import Launch
@@ -156,7 +156,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
-        rates = measure(model.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
+        rates = measure(model.gpt.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
         model.grads.zero_()
         model.close()
         if cfg.layers_come:
@@ -172,7 +172,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
         if cfg.msp:
-            named = replace(cfg, attention=model.attention.name, ops=model.ops.name)
+            named = replace(cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
             typical = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
                 facts, cfg=named, rates=None)
             together = shared(stages, together, host.objects(typical)[::peers.size])
@@ -204,11 +204,11 @@ def requests_of_a_step(model: Model, arena: Arena) -> Trace:
               file=sys.stderr)
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
-    cfg = replace(model.cfg, attention=model.attention.name, ops=model.ops.name)
+    cfg = replace(model.cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
 
     def make(device: torch.device) -> Model:
-        return type(model)(cfg, device, model.dtype, mesh=model.mesh.silent())
+        return Model(model.make, cfg, device, model.dtype, mesh=model.mesh.silent())
     B, T = model.shape
     return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
 

@@ -20,7 +20,7 @@ from memo.estimate.regions import Line
 from memo.layer.row_order import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.system.files import plain_name
 
 

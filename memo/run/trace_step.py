@@ -69,6 +69,7 @@ from memo.layer.edges import Edges
 from memo.parallel.mesh import Mesh
 from memo.planner.trace import Trace
 from memo.run.rehearsal import kernel_requests, traced_requests
+from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 
@@ -82,9 +83,9 @@ class Short(Edges):
         super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
 
 
-def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GPT:
-    model = GPT(cfg, device, dtype, mesh=mesh)
-    model.edges = Short(**vars(model.edges))
+def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> Model:
+    model = Model(GPT, cfg, device, dtype, mesh=mesh)
+    model.gpt.edges = Short(**vars(model.gpt.edges))
     return model
 
 

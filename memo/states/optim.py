@@ -24,7 +24,7 @@ from memo.memory.flat import Location, Range, boxes, is_shared, joined, shared_n
 from memo.memory.views import Piece, bucket_views
 from memo.parallel.tp import local
 from memo.schedule.step import Moved, Op, Step
-from memo.states.protocols import Model
+from memo.states.passes import Model
 from memo.states.staging import Staging
 from memo.system.axis import Works
 from memo.system.launch import rank_name

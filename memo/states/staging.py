@@ -10,9 +10,9 @@ from memo.config.layout import Layout
 from memo.errors import OutOfHostMemory, warn
 from memo.memory.buffers import bytes_of, copy_bytes
 from memo.memory.flat import Range, staged_bytes
+from memo.memory.parameters import Parameters
 from memo.memory.slab import HostSlab, host_bytes
 from memo.schedule.step import Step
-from memo.states.protocols import Model
 from memo.system.device import free_bytes
 
 SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
@@ -31,7 +31,7 @@ def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
 class HostWeights:
     """Holds in host memory the parameters that come, of a model not trained. Errors: OutOfHostMemory."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Parameters) -> None:
         self.model, buckets = model, [model.buckets[k] for k in model.coming]
         begin, end = buckets[0][0], buckets[-1][1]
         needed, free = model.dtype.itemsize * (end - begin), host_bytes("auto")
@@ -55,7 +55,7 @@ class HostWeights:
 class Staging:
     """Holds `grads` (numel,) of one shard, fp32, and `scale` (1,), their divisor. Errors: OutOfHostMemory."""
 
-    def __init__(self, model: Model, numel: int, pin: bool) -> None:
+    def __init__(self, model: Parameters, numel: int, pin: bool) -> None:
         self.dtype = model.dtype
         self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
         self.slab = HostSlab(self.nbytes, model.device, pin)

@@ -228,6 +228,7 @@ def requests():
 
     from memo.config.layout import Layout
     from memo.planner.allocator import Arena
+    from memo.states.passes import Model
     from memo.system import hardware
     from model import GPT
     from tests.nullcuda.watch import watching
@@ -236,7 +237,7 @@ def requests():
     traces = []
     for watch in (None, False, True):  # the first one takes the libraries' workspaces along
         device = torch.device("cuda:0")
-        model = GPT(cfg, device, torch.bfloat16)
+        model = Model(GPT, cfg, device, torch.bfloat16)
         model.reserve(1, 1024)
         arena = Arena(device)
         if watch:

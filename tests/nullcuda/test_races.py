@@ -131,6 +131,7 @@ def two_steps(layout, axis_of):
     from memo.decide.sharing import even_shares
     from memo.parallel.mesh import Mesh
     from memo.states.optim import Optimizer
+    from memo.states.passes import Model
     from model import GPT
     cfg = Layout(**dict(n_layer=5, n_embd=128, n_head=4, block_size=1024, vocab_size=512,
                         attention="flash", alpha=0.5, subsequences=1, subsequence_cut="equal",
@@ -146,7 +147,7 @@ def two_steps(layout, axis_of):
                 hops=axis_of("hops", visiting), tokens=axis_of("cp", cfg.cp * visiting),
                 replicas=axis_of("data", replicas), shards=axis_of("shards", replicas))
     device = torch.device("cuda:0")
-    model = GPT(cfg, device, torch.bfloat16, mesh=mesh)
+    model = Model(GPT, cfg, device, torch.bfloat16, mesh=mesh)
     optimizer = Optimizer(model, cfg)
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
@@ -163,7 +164,7 @@ def two_steps(layout, axis_of):
         optimizer.clip(1.0)
         optimizer.step(1e-3)
     if copied:
-        with patch("model.free_bytes", lambda device: (0, 0)):  # too little for the stream whole
+        with patch("memo.states.passes.free_bytes", lambda device: (0, 0)):  # too little for the stream whole
             model.reserve_forward(B, T)
         assert model.swap.placement.stream == "copied"
         model.forward(tokens, tokens)

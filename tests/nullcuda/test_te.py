@@ -63,13 +63,14 @@ def launches():
     import torch
 
     from memo.config.layout import Layout
+    from memo.states.passes import Model
     from model import GPT
     from tests.nullcuda.watch import NULL
 
     def of_a_step(layers, **keys):
         cfg = Layout(n_layer=layers, n_embd=1024, n_head=8, block_size=8192, vocab_size=1000,
                      attention="flash", activation="keep", **keys)
-        model = GPT(cfg, torch.device("cuda:0"), torch.bfloat16)
+        model = Model(GPT, cfg, torch.device("cuda:0"), torch.bfloat16)
         model.reserve(1, 8192)
         ids = torch.zeros(1, 8192, dtype=torch.int64, device="cuda")
         for _ in range(2):  # the first one compiles

@@ -1,0 +1,252 @@
+"""What trains: parameters, a transformer over them, and its passes, which the executor runs step by step.
+
+The transformer (model.py) computes a layer, the embedding, the head, and knows of no stream, place or stage;
+here each step of a program (memo/schedule/program.py) finds what it does."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from memo.config.layer import layer_of
+from memo.config.layout import Layout
+from memo.decide.placing import all_kept, with_stream
+from memo.layer.activations import Activations
+from memo.layer.row_order import row_order
+from memo.memory.buffers import Swap, of_sequences
+from memo.memory.parameters import Parameters
+from memo.memory.placement import Placement
+from memo.parallel.mesh import ALONE, Mesh
+from memo.planner.allocator import Arena, NoArena
+from memo.schedule.execute import Work
+from memo.schedule.place import Content, Part
+from memo.schedule.step import Op, Step, Unit
+from memo.schedule.streams import Streams
+from memo.schedule.waits import Schedule
+from memo.states.protocols import LayerBlock, Source, Transformer
+from memo.states.staging import HostWeights
+from memo.system.device import free_bytes
+
+Make = Callable[[Layout, Parameters], Transformer]
+
+
+class Model(Parameters):
+    """Trains what `make` makes of this rank's parameters, or evaluates it; without `grads` no more than that.
+
+    B, T, N: sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T. `gpt`: the
+    transformer. `shape`: (B, T) for which reserve() has taken memory, `swap`. `arena`: where transient
+    tensors live. `source`: from where parameters come: the optimizer, or without one host memory.
+    `complete`: whether the last backward has sent all gradients away.
+    """
+
+    def __init__(self, make: Make, cfg: Layout, device: torch.device, dtype: torch.dtype, grads: bool = True,
+                 mesh: Mesh = ALONE) -> None:
+        super().__init__(cfg, device, dtype, grads, mesh)
+        self.make, self.gpt = make, make(cfg, self)
+        self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: two places, as in Lending
+        self.shape = 0, 0
+        self.taken: Swap | None = None
+        self.complete = False
+        self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
+        self.arena: Arena | NoArena = NoArena()
+
+    @property
+    def swap(self) -> Swap:
+        """Finds the memory that reserve() has taken."""
+        assert self.taken is not None
+        return self.taken
+
+    def reserve(self, B: int, T: int, placement: Placement | None = None,
+                streams: Streams | None = None, pin: bool = True) -> None:
+        """Takes the memory for the activations of a batch of (B, T), placed as `placement` says: without one,
+        every layer keeps its own on the device. `streams`, `pin`: see Swap."""
+        cfg, tp = self.cfg, self.mesh.weights
+        self.settle()  # an error of a step under way is not to be lost
+        self.close()  # free the old before taking the new
+        placement = placement or all_kept(cfg, B, T)
+        # parameters of all layers are equally long, in all stages
+        self.taken = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
+                          key_shape=self.gpt.key_shape, gradients=self.grads.numel() > 0,
+                         params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
+        lending = self.swap.lending
+        self.guest_blocks = [*map(self.gpt.block, lending.weights, lending.gradients)] if lending else []
+        self.shape = (B, T)
+        # row b*T + t has the position in the whole sequence of the t-th token of this rank
+        order = row_order(cfg, T * cfg.cp, self.mesh)
+        positions = order.positions()
+        self.lengths = [*map(len, positions)]
+        self.positions = [t.to(self.device).repeat(B) for t in positions]
+        self.turn = [*map(self.gpt.rotations_of, self.positions)]
+        p = self.swap.placement
+        parts = dict[int, torch.Tensor]()  # of `turn`, where other stages compute the other rows
+        for unit, s in self.swap.units.items():
+            first, end, i = 0, len(s.x), unit.subsequence
+            if guest := p.guest_of.get(i):
+                first, end, i = guest.first, guest.end, guest.subsequence
+            tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
+            s.slices = order.slices_of(i, *tokens)
+            s.turn = self.turn[i]
+            if s.turn is not None and p.several and end - first < p.cuts[i]:
+                if unit.subsequence not in parts:
+                    parts[unit.subsequence] = of_sequences(s.turn, B, first, end).flatten(0, 1)
+                s.turn = parts[unit.subsequence]
+
+    def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
+                        streams: Streams | None = None, pin: bool = True) -> None:
+        """Takes memory for passes whose units are used up one by one, as in a forward without a backward:
+        all units of `n_layer` layers (default: all) take turns in the memory of one. The stream between
+        layers is copied where all would take over half of what a GPU has free."""
+        # one buffer, and of no tensor a row that outlives its layer
+        nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
+        keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
+        p = replace(all_kept(self.cfg, B, T), n_layer=n_layer or len(self.gpt.blocks), n_buffers=1,
+                    kept=nothing, keys=keys)
+        tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
+        spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
+        self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)
+
+    def close(self) -> None:
+        """Gives the activations' memory back, on device and host, once copies and messages are done."""
+        if self.taken is not None:
+            self.swap.close()
+        self.shape, self.taken = (0, 0), None
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
+                scale: float | None = None) -> torch.Tensor:
+        """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss."""
+        if self.shape != tokens.shape:
+            self.reserve(*tokens.shape)
+        self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
+        self.scale = scale
+        self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
+        # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
+        self.follow(self.swap.passes.evaluation if scale is None else self.swap.passes.forward)
+        loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
+        return loss
+
+    def by_subsequence(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts (B, T) -> [(B * T_i,)]."""
+        return [part.reshape(-1) for part in ids.split(self.lengths, 1)]
+
+    def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list:
+        """Lists read(i, x) of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the
+        last layer's output, of own rows of subsequence i; what comes next writes over it."""
+        self.tokens, self.scale, results = self.by_subsequence(tokens), None, []
+        self.follow(self.swap.passes.evaluation, head=lambda i, x: results.append(read(i, x)))
+        self.swap.streams.timeline.clear()  # nobody asks for these times
+        return results
+
+    def backward(self, last: bool = False) -> None:
+        """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch,
+        those of each bucket leave for the optimizer as soon as they are complete. Where the device has all
+        of the stream, `swap.x[0]` is then the gradient of the first layer's input."""
+        self.complete = last
+        self.follow(self.swap.passes.last_backward if last else self.swap.passes.backward)
+
+    def follow(self, steps: Schedule, head: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        """Executes steps of the schedule: the host launches them in their order, and the waits between
+        streams are theirs. head(subsequence, last layer's output): what to do in the place of the head."""
+        self.swap.executor.run(steps, partial(self.work_of, head=head))
+
+    def settle(self) -> None:
+        """Holds the device, and on the host the caller, until the optimizer's last step is done, here and on
+        its way to all ranks. Errors: what went wrong in it."""
+        if self.taken is not None:
+            self.swap.executor.settle(self.swap.passes.update)
+
+    def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> Work:
+        """Finds what a step does. `head`: see follow()."""
+        if step.is_message:
+            return Work(self.swap.label(step), self.exchange, (step,))
+        if step.of_states:
+            assert self.source is not None
+            call, *arguments = self.source.work_of(step)
+            # what computes has no label: clip and update are in no timeline, where steps are compared
+            return Work("" if step.computes else self.swap.label(step), call, (*arguments,))
+        if not step.computes:
+            return self.swap.copy_of(step)
+        if step.op is Op.ZERO:
+            return Work(step.kind, self.swap.buffers["key_gradients"].zero_, ())
+        (B, T), (label, *work) = self.shape, self.computing(step, head)
+        return Work(label, self.arena.run, (f"{B}x{T}/{label}", *work))
+
+    def exchange(self, step: Step) -> None:
+        """Sends what a stage sends to another one, or receives it; the step's stream waits for it."""
+        axis = self.mesh.lanes[step.stream + " back" * (step.back and step.peer is None)]
+        (axis.send if step.op is Op.SEND else axis.receive)(*self.swap.message(step)).wait()
+
+    def computing(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> tuple:
+        """Finds (label, function, arguments...) of a computing step, a segment of the memory plan."""
+        layer, i = step.unit
+        (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
+        if step.op is Op.ADD:
+            return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
+        block = self.block_of(step.unit)
+        s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
+        k = swap.placement.number[step.unit]
+        alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
+        match step.op:
+            case Op.EMBED:
+                return f"embedding{alone}", self.gpt.edges.embed, self.tokens[i], self.positions[i], whole[0]
+            case Op.FORWARD:
+                return f"forward {name}", self.unit_forward, block, x, s, y
+            case Op.HEAD if head is not None:
+                return f"reader{alone}", head, i, whole[1]
+            case Op.HEAD:
+                label = "evaluation head" if self.scale is None else "head"
+                mean = B * T, self.scale, self.loss  # over the rows of all subsequences
+                return f"{label}{alone}", self.gpt.edges.head, whole[1], self.targets[i], *mean
+            case Op.RECOMPUTE:
+                return f"recompute {name}", block.recompute, s, swap.missing[k]
+            case Op.SWEEP:
+                return f"sweep {name}", block.sweep, s, swap.input_of_sweep(step.unit)
+            case Op.BACKWARD:
+                return f"backward {name}", self.unit_backward, block, y, s, x, self.zeroed(step.unit)
+            case Op.EMBED_BACKWARD:
+                return f"embedding backward{alone}", self.gpt.edges.embed_backward, self.tokens[i], (
+                    self.positions[i]), whole[0]
+        raise ValueError(f"{step.kind} is no step that computes")
+
+    def block_of(self, unit: Unit) -> LayerBlock:
+        if unit.subsequence not in self.swap.placement.guest_of:
+            return self.gpt.blocks[unit.layer]
+        assert self.swap.lending is not None  # it has the places of guests
+        return self.guest_blocks[self.swap.lending.turn[unit]]
+
+    def zeroed(self, unit: Unit) -> list[torch.Tensor]:
+        """Lists what is to be 0 before the backward of a unit, which adds to it."""
+        s, p = self.swap.units[unit], self.swap.placement
+        if unit[1] in p.guest_of:
+            return self.swap.views(Part(Content.REPAID, unit))
+        # the first of the layer's to come; what helpers add to is 0 by then
+        first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent
+        return [t for pair in s.sums for t in pair] if first else []
+
+    # With one subsequence the input of a unit lies where the layer below has written it. With several each
+    # unit has a copy, which leaves for the host while the layer above already writes over the original.
+
+    @staticmethod
+    def unit_forward(block: LayerBlock, x: torch.Tensor, s: Activations, y: torch.Tensor) -> None:
+        """Computes y from x, (n, C), or both (B, n/B, C) where others compute the rows between."""
+        if x is not s.x:
+            s.x.view(x.shape).copy_(x)
+        if y.dim() == 2:
+            block.forward(s, y)
+        else:
+            y.copy_(block.forward(s, torch.empty_like(s.x)).view(y.shape))
+
+    @staticmethod
+    def unit_backward(block: LayerBlock, dy: torch.Tensor, s: Activations, dx: torch.Tensor,
+                      zeroed: list[torch.Tensor]) -> None:
+        """Computes dx from dy, as in unit_forward."""
+        if zeroed:
+            torch._foreach_zero_(zeroed)
+        block.backward(dy.flatten(0, -2), s)
+        if dx is not s.x:
+            dx.copy_(s.x.view(dx.shape))
+
+    def bring(self, bucket: int) -> None:
+        if bucket in self.coming and self.source is not None:
+            self.source.bring_weights(bucket)
