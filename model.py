@@ -27,9 +27,7 @@ from memo.layer.block import Block
 from memo.layer.cp import attention_over_ranks
 from memo.layer.edges import Edges, Tables
 from memo.layer.metp_block import MetpBlock
-from memo.memory.flat import (
-    model_parameters,
-)
+from memo.memory.flat import model_parameters
 from memo.memory.parameters import Parameters
 from memo.memory.views import bucket_views, views
 from memo.states.protocols import LayerBlock
