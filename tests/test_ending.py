@@ -392,6 +392,18 @@ def test_a_run_whose_folder_another_has_taken_leaves_it_alone(dataset, tmp_path,
 @pytest.mark.slow
 def test_a_save_under_way_does_not_reach_anothers_folder(dataset, tmp_path, monkeypatch, capsys):
     out, real, taken = tmp_path / "out", Saver.commit, []
+    saved, batch, begun = Saver.save, train.batch, []
+
+    def save(*args):
+        begun.append(args)
+        saved(*args)
+
+    def held(*args):
+        while begun and not taken:  # however slow the disk is, a step follows
+            time.sleep(0.01)
+        return batch(*args)
+    monkeypatch.setattr(Saver, "save", save)
+    monkeypatch.setattr(train, "batch", held)
 
     def slow(self, path, temporary, *args):
         if not taken:
