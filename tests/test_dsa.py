@@ -276,7 +276,7 @@ def busy_core():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-@pytest.mark.parametrize("solver, limit", [("cpsat", 0.5), ("auto", 4.0), ("mip", 3.0), ("gurobi", 1.0)])
+@pytest.mark.parametrize("solver, limit", [("cpsat", 0.5), ("auto", 1.5), ("mip", 2.0), ("gurobi", 0.5)])
 def test_a_busy_machine_places_as_an_idle_one_does(solver, limit):
     """Each is stopped by its limit, at the same step."""
     if solver == "gurobi":
