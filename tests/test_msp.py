@@ -290,9 +290,7 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
             model.close()
         for those in zip(*schedules, strict=True):
             validate_stages(those)
-        ends = {(stage, step): other_end(stage, step) for stage, step in sent}
-        assert sent and all(sent[end.stage, step._replace(op=end.op, peer=end.peer)] == sent[stage, step]
-                            for (stage, step), end in ends.items())
+        assert sent and all(sent[other_end(*end)] == what for end, what in sent.items())
 
 
 # --- gradients ---

@@ -36,7 +36,7 @@ from functools import cached_property
 import torch
 
 from memo.kernels.rows import cut
-from memo.system.axis import Axis
+from memo.system.axis import Axis, Works
 from memo.system.device import synchronize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -136,15 +136,10 @@ def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.T
         torch.div(out, scale[..., None], out=kept.q[r])
 
 
-class Gathered:
-    """Gathers a Quantised (tp, n, K) of all ranks' rows; see axis.Works."""
-
-    def __init__(self, axis: Axis, x: Quantised) -> None:
-        self.works = [axis.start_gather(t) for t in (x.q.view(torch.uint8), x.scale)]
-
-    def wait(self) -> Quantised:
-        q, scale = (works.wait() for works in self.works)
-        return Quantised(q.view(E4M3), scale)
+def start_gather(axis: Axis, x: Quantised) -> Works[Quantised]:
+    """Starts to gather all ranks' rows: (tp, n, K)."""
+    q, scale = (axis.start_gather(t) for t in (x.q.view(torch.uint8), x.scale))
+    return Works([q, scale], x, Quantised(q.received.view(E4M3), scale.received))
 
 
 def place(x: torch.Tensor | Quantised, dy: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from memo.errors import ConfigError
 from memo.kernels import fp8, te
-from memo.system.axis import Axis, Works
+from memo.system.axis import Axis
 from memo.system.device import device_name
 
 Rows: TypeAlias = torch.Tensor | fp8.Quantised  # what products take of an input
@@ -100,22 +100,15 @@ def pieces(kept: torch.Tensor, like: torch.Tensor) -> Iterator[tuple[slice, torc
     yield slice(None), kept
 
 
-def start_gather(axis: Axis, x: torch.Tensor) -> Works[torch.Tensor]:
-    return axis.start_gather(x)
-
-
-def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return parts
-
-
 def as_one(dys: Sequence[torch.Tensor], ws: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([*dys], 1), torch.cat([*ws])
 
 
-RUN = Matmul("bf16", itself, pieces, start_gather, itself, itself, itself, matrices, itself, itself, forward,
-             input_gradient, weight_gradient, as_one)
-FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.Gathered, fp8.rows, fp8.gradients, fp8.place, fp8.matrices,
-             fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient, fp8.as_one)
+RUN = Matmul("bf16", itself, pieces, Axis.start_gather, itself, itself, itself, lambda axis, parts: parts,
+             itself, itself, forward, input_gradient, weight_gradient, as_one)
+FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.start_gather, fp8.rows, fp8.gradients, fp8.place,
+             fp8.matrices, fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient,
+             fp8.as_one)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 

@@ -15,7 +15,7 @@ from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes, guest_rows, repaid_rows, shared_regions
 from memo.memory.slab import HostSlab
 from memo.schedule.execute import Executor, Work
-from memo.schedule.help import HELPER_PLACES, turns_of
+from memo.schedule.help import HELPER_PLACES
 from memo.schedule.place import Content, Part, Region, place_at
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
@@ -308,7 +308,7 @@ class Lending:
         self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
         begins = [4 * k * (numel + rows * row) for k in places]
         self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
-        self.turn = turns_of(p.units, p.guest_of)
+        self.turn = p.program.helper.turn
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         for unit, turn in self.turn.items():
             guest = p.guest_of[unit.subsequence]

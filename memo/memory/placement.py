@@ -10,7 +10,7 @@ from math import prod
 
 from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.config.msp import Help, guest_number
-from memo.schedule.order import STREAM_PLACES, ForwardOrder, forward_order, keys_leave
+from memo.schedule.order import STREAM_PLACES, ForwardOrder, InOrder, forward_order, keys_leave
 from memo.schedule.place import Place, Region
 from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
 from memo.schedule.step import Unit
@@ -20,7 +20,7 @@ Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part
 
 
 @dataclass(frozen=True)
-class Placement(Surroundings):
+class Placement(Surroundings, InOrder):
     """Where the skeletal activations of the units are between their forward and their backward.
 
     Unit k, by its place in the order of the forward, computes in buffer k % n_buffers. Of a swapped unit,
@@ -66,11 +66,6 @@ class Placement(Surroundings):
                        for name in said.keys() & {"guests", "lent"}}
 
     @cached_property
-    def several(self) -> bool:
-        """Says whether there are several subsequences."""
-        return len(self.cuts) > 1
-
-    @cached_property
     def subsequences(self) -> int:
         return max(1, len(self.cuts))
 
@@ -85,12 +80,6 @@ class Placement(Surroundings):
     @cached_property
     def forward_order(self) -> ForwardOrder:
         return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
-
-    @property
-    def units(self) -> list[Unit]:
-        """Lists the units in the order of the forward; a guest's have its number in the place of a
-        subsequence."""
-        return self.forward_order.units
 
     @cached_property
     def guest_of(self) -> dict[int, Help]:
@@ -110,16 +99,6 @@ class Placement(Surroundings):
     def partners(self) -> list[int]:
         """Lists the stages that compute for this one, and those for which it computes."""
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
-
-    @cached_property
-    def kinds(self) -> list[int]:
-        """Lists for each unit the place of its subsequence, or guest, in `lengths`."""
-        return self.forward_order.kinds
-
-    @cached_property
-    def number(self) -> dict[Unit, int]:
-        """Numbers the units in the order of the forward."""
-        return self.forward_order.number
 
     def rows(self, k: int) -> int:
         """Counts the rows of unit k."""

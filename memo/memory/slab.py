@@ -1,8 +1,7 @@
 """The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
 
-It is page-locked by registering it with the driver. torch's pinned-memory cache would round it up to a power
-of two and so waste up to half of the host. Source: MEMO 4.1; the best alphas of its Table 5 follow from half
-of the host's memory.
+It is page-locked by registering it with the driver: torch's pinned-memory cache would round it up to a power
+of two. Source: MEMO 4.1; the best alphas of its Table 5 follow from half of the host's memory.
 """
 
 import contextlib
@@ -47,8 +46,7 @@ def meminfo_available(root: str | Path = "/") -> int:
 
 
 def cgroup_available(root: str | Path = "/") -> float:
-    """Counts the bytes that the process's control group and the groups above it leave; infinite where
-    nothing limits them."""
+    """Counts the bytes that the process's control groups leave; infinite where nothing limits them."""
     left = float("inf")
     try:
         lines = (Path(root) / "proc/self/cgroup").read_text().split()
@@ -75,8 +73,7 @@ def cgroup_available(root: str | Path = "/") -> float:
 
 
 def reclaimable(path: Path, name: str) -> int:
-    """Counts the bytes of file cache in a memory.stat that the kernel drops when somebody needs the
-    memory."""
+    """Counts the bytes of file cache in a memory.stat, which the kernel drops for who needs memory."""
     try:
         rows = (row.split() for row in path.read_text().splitlines())
         return next((int(row[1]) for row in rows if row[0] == name), 0)
@@ -111,8 +108,7 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Asks the kernel to take the pages of a range that nobody has touched yet from `node`. True where it
-    agreed."""
+    """Asks the kernel to take pages that nobody has touched yet from `node`. True where it agreed."""
     number = MBIND.get(platform.machine())
     if number is None or sys.platform != "linux":
         return False
@@ -130,12 +126,11 @@ def split(first: int, end: int, piece_bytes: int) -> list[slice]:
 
 
 class HostSlab:
-    """`nbytes` of host memory: `bytes`, a uint8 tensor. Taken at once, zeroed; page-locked for a CUDA device
-    if `pin`.
+    """Holds `nbytes` of host memory: `bytes`, uint8, zeroed; page-locked for a CUDA device if `pin`.
 
     It is locked in pieces, since the driver refuses one registration of 512 GiB (NVIDIA's open kernel
-    modules, R580), and CUDA refuses a copy that goes over the edge of a piece: what is copied is cut by
-    parts(). Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
+    modules, R580), and CUDA refuses a copy that goes over the edge of a piece: pairs() cuts what is copied.
+    Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
     """
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = True) -> None:
@@ -155,18 +150,13 @@ class HostSlab:
         if pin and device.type == "cuda":
             self.lock(device)
 
-    def parts(self, first: int, end: int) -> list[slice]:
-        """Cuts the bytes first..end into slices, each of which one copy may move."""
-        return split(first, end, PIECE_BYTES)
-
     def pairs(self, at: int, device_bytes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs bytes on the device with their place in the slab, which begins at byte `at`, for one copy
-        each."""
+        """Pairs bytes on the device with those of the slab from byte `at` on, for one copy each."""
         return [(device_bytes[part.start - at:part.stop - at], self.bytes[part])
-                for part in self.parts(at, at + device_bytes.nbytes)]
+                for part in split(at, at + device_bytes.nbytes, PIECE_BYTES)]
 
     def lock(self, device: torch.device) -> None:
-        cudart, pieces = torch.cuda.cudart(), self.parts(0, self.bytes.nbytes)
+        cudart, pieces = torch.cuda.cudart(), split(0, self.bytes.nbytes, PIECE_BYTES)
         for k, piece in enumerate(pieces):
             address, nbytes = self.bytes.data_ptr() + piece.start, piece.stop - piece.start
             error = cudart.cudaHostRegister(address, nbytes, 0)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from memo.config.msp import Help, guest_number
-from memo.schedule.help import pieces_of, turns_of
 from memo.schedule.order import STREAM_PLACES
 from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place_at
 from memo.schedule.program import EMBEDDING, LAYER_PLACES, SWEEP_PLACES, Program, layer_of
@@ -27,7 +26,7 @@ class Memory:
 
     def __init__(self, program: Program, states: States | None = None) -> None:
         self.program, self.fates = program, program.fates
-        f, subsequences = program.fates, program.subsequences
+        f = program.fates
         # loans would have to wait for layers that come
         assert not (f.layers_come and (f.guests or f.lent))
         self.states, self.all_count = states or States(program.layers, program.come), states is not None
@@ -36,10 +35,9 @@ class Memory:
         self.in_turns = f.stream != "whole" and self.several
         # two buffers share the rows that are recomputed
         self.shares = f.n_buffers == 2 and bool(f.rebuilt)
-        self.guests = {guest_number(piece, subsequences): piece for piece in f.guests}
-        self.turn = turns_of(self.units, self.guests)
-        self.lent = {(guest_number(piece, subsequences), piece.helper): piece for piece in f.lent}
-        self.pieces = pieces_of(f.lent)
+        self.guests, self.turn = program.helper.pieces, program.helper.turn
+        self.lent = {(guest_number(piece, program.subsequences), piece.helper): piece for piece in f.lent}
+        self.pieces = program.home.pieces
         self.swept = {unit: number for number, unit in enumerate(program.swept)}
         self.keys_of_layer: dict[int, Places] = {}
 

@@ -23,8 +23,7 @@ turns with what others wait for: lend, pass, lend, pass; in the backward return,
 bulk of a unit travels while the unit before is computed, or the one behind.
 """
 
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from memo.config.msp import Help, Shares, guest_number
 from memo.schedule.step import Moved, Op, Step, Unit
@@ -32,26 +31,15 @@ from memo.schedule.step import Moved, Op, Step, Unit
 HELPER_PLACES = 2  # a unit is computed in one while what the next one needs comes into the other
 
 
-def pieces_of(lent: Shares) -> dict[int, list[Help]]:
-    """Sorts what a stage lends: the pieces of each subsequence, in causal order."""
-    pieces: dict[int, list[Help]] = defaultdict(list)
-    for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
-        pieces[piece.subsequence].append(piece)
-    return dict(pieces)
-
-
-def turns_of(units: Iterable[Unit], guests: Container[int]) -> dict[Unit, int]:
-    """Numbers the place of a helper that each of its guests' units has. `guests`: their numbers."""
-    those = [unit for unit in units if unit.subsequence in guests]
-    return {unit: k % HELPER_PLACES for k, unit in enumerate(those)}
-
-
 class Home:
-    """What a stage lends. Its messages have the units of its helpers: Unit(layer, guest_number())."""
+    """What a stage lends. Its messages have the units of its helpers: Unit(layer, guest_number()). `pieces`:
+    those of each subsequence, in causal order."""
 
     def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
         self.layers, self.subsequences = layers, subsequences
-        self.pieces = pieces_of(lent)
+        self.pieces: dict[int, list[Help]] = {}
+        for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
+            self.pieces.setdefault(piece.subsequence, []).append(piece)
 
     def of(self, x: int) -> Sequence[Help]:
         """Lists the pieces of subsequence x that others compute."""
@@ -123,12 +111,14 @@ class Home:
 
 
 class Helper:
-    """What a stage computes for others: its guests' units are among `units`, in the order of the forward."""
+    """What a stage computes for others: its guests' units are among `units`, in the order of the forward.
+    `number`: of each of them; `turn`: of its place; `pieces`: of each guest, by its number."""
 
     def __init__(self, guests: Shares, units: Sequence[Unit], subsequences: int) -> None:
         self.pieces = {guest_number(piece, subsequences): piece for piece in guests}
         self.units = [unit for unit in units if unit.subsequence in self.pieces]
         self.number = {unit: k for k, unit in enumerate(self.units)}
+        self.turn = {unit: k % HELPER_PLACES for k, unit in enumerate(self.units)}
         self.n_before = sum(self.pieces[unit.subsequence].before for unit in self.units)
 
     def step(self, op: Op, moved: Moved, unit: Unit, back: bool = False) -> Step:

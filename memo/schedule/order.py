@@ -81,3 +81,31 @@ class ForwardOrder:
 
 
 forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same
+
+
+class InOrder:
+    """Something whose units are in a `forward_order`."""
+
+    @property
+    def forward_order(self) -> ForwardOrder:
+        raise NotImplementedError
+
+    @cached_property
+    def several(self) -> bool:
+        """Says whether there are several subsequences, and so keys and values apart from their units."""
+        return self.forward_order.subsequences > 1
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Lists the units in the order of the forward; a guest's number stands for its subsequence."""
+        return self.forward_order.units
+
+    @cached_property
+    def number(self) -> dict[Unit, int]:
+        """Numbers the units in this order."""
+        return self.forward_order.number
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Lists the kind of each unit."""
+        return self.forward_order.kinds

@@ -61,9 +61,9 @@ def reach_of(program: Program) -> int:
 
 def runs_of(program: Program) -> list[int]:
     """Counts the layers in a row whose units have the same fates, from the first layer on."""
-    kinds: list[list[tuple[bool, ...]]] = [[] for _ in range(program.layers)]
+    f, kinds = program.fates, list[list[tuple[bool, ...]]]([] for _ in range(program.layers))
     for k, (layer, _) in enumerate(program.units):
-        kinds[layer].append(program.fates.of_unit(k))
+        kinds[layer].append((k in f.copied, k in f.rebuilt, k in f.input_only))
     return [len(list(run)) for _, run in groupby(kinds)]
 
 

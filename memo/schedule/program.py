@@ -40,7 +40,7 @@ from functools import cached_property
 
 from memo.config.msp import Shares
 from memo.schedule.help import Helper, Home
-from memo.schedule.order import ForwardOrder, forward_order, keys_below, keys_leave
+from memo.schedule.order import ForwardOrder, InOrder, forward_order, keys_below, keys_leave
 from memo.schedule.step import Moved, Op, Step, Unit
 
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
@@ -85,10 +85,6 @@ class Fates(Surroundings):
     input_only: frozenset[int] = frozenset()
     x_stays: bool = False
 
-    def of_unit(self, k: int) -> tuple[bool, bool, bool]:
-        """Says whether unit k is copied, rebuilt, and survives by its input only."""
-        return k in self.copied, k in self.rebuilt, k in self.input_only
-
 
 def coming(layers: int, layers_come: bool, edges_come: bool) -> range:
     """Numbers the layers that take turns in two places; with `edges_come` embedding and head too. Beside a
@@ -104,7 +100,7 @@ def layer_of(step: Step, layers: int) -> int:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(InOrder):
     """The steps of a forward, with `trains` also of the backward, in the order in which the host launches
     them. `order`: of the units, by "layer" or by "subsequence"."""
 
@@ -140,11 +136,6 @@ class Program:
 
     # --- what it is about ---
 
-    @property
-    def several(self) -> bool:
-        """Says whether there are several subsequences, and so keys and values apart from their units."""
-        return self.subsequences > 1
-
     @cached_property
     def keys(self) -> str:
         """Says what becomes of keys and values, see Surroundings. A forward alone copies none."""
@@ -160,16 +151,6 @@ class Program:
     @cached_property
     def forward_order(self) -> ForwardOrder:
         return forward_order(self.layers, self.subsequences, self.order, self.fates.guests)
-
-    @cached_property
-    def units(self) -> list[Unit]:
-        """Lists the units in the order of the forward."""
-        return self.forward_order.units
-
-    @cached_property
-    def number(self) -> dict[Unit, int]:
-        """Numbers the units in this order."""
-        return self.forward_order.number
 
     @cached_property
     def streamed(self) -> set[Unit]:

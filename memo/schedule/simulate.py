@@ -53,30 +53,20 @@ def said(stage: int, step: Step) -> str:
     return f"stage {stage} in {described(step)}"
 
 
-class End(NamedTuple):
-    """One end of the messages that a stage sends to another one, or receives: those of a kind are posted in
-    order. `peer`: see Step; None for neighbours."""
-
-    stage: int
-    op: Op
-    moved: object
-    back: bool
-    peer: int | None
-
-
-def end_of(stage: int, step: Step) -> End:
-    return End(stage, step.op, step.moved, step.back, step.peer)
-
-
-def other_end(stage: int, step: Step) -> End | None:
-    """Finds the other end of a message; None where a step is none."""
+def other_end(stage: int, step: Step) -> tuple[int, Step] | None:
+    """Finds the other end of a message: its stage, and its step but for the unit. None: step is no message."""
     if not step.is_message:
         return None
     op = Op.RECEIVE if step.op is Op.SEND else Op.SEND
     if step.peer is not None:
-        return End(step.peer, op, step.moved, step.back, stage)
+        return step.peer, step._replace(op=op, peer=stage)
     # activations go up, gradients down
-    return End(stage + (1 if (step.op is Op.SEND) != step.back else -1), op, step.moved, step.back, None)
+    return stage + (1 if (step.op is Op.SEND) != step.back else -1), step._replace(op=op)
+
+
+def kind_of(stage: int, step: Step) -> tuple[object, ...]:
+    """Names the messages that a stage posts in order: all of a kind to or from another stage."""
+    return stage, step.op, *step[2:]
 
 
 class Stages:
@@ -90,7 +80,7 @@ class Stages:
         self.free: dict[Lane, float] = defaultdict(float)
         self.lanes: dict[Lane, deque[tuple[Step, Waits]]] = defaultdict(deque)
         self.waiting: dict[tuple[int, Step], list[Lane]] = defaultdict(list)
-        self.posted: dict[End, deque[tuple[Step, float]]] = defaultdict(deque)
+        self.posted: dict[tuple[object, ...], deque[tuple[Step, float]]] = defaultdict(deque)
         for stage, steps in enumerate(schedules):
             for step, waits in steps.items():
                 self.lanes[stage, step.stream].append((step, waits))
@@ -121,16 +111,16 @@ class Stages:
                 return []
             start = max(start, spans[earlier][1])
         if end := other_end(stage, step):
-            return self.meet(stage, step, start, end)
+            return self.meet(stage, step, start, *end)
         if step.computes and start > before:
             bubble = max([before, *(spans[earlier][1] for earlier in waits if earlier.is_message)])
             self.stall_s[stage] += start - bubble
         self.finish(stage, step, start, start + self.seconds(stage, step))
         return [(stage, step)]
 
-    def meet(self, stage: int, step: Step, start: float, theirs: End) -> list[tuple[int, Step]]:
-        """Does both ends of a message, if the other one has been posted."""
-        mine, other = end_of(stage, step), theirs.stage
+    def meet(self, stage: int, step: Step, start: float, other: int, end: Step) -> list[tuple[int, Step]]:
+        """Does both ends of a message, if the other one has been posted: `end` of the stage `other`."""
+        mine, theirs = kind_of(stage, step), kind_of(other, end)
         if not self.posted[mine]:  # a lane has one at a time
             self.posted[mine].append((step, start))
         if not self.posted[theirs]:
@@ -140,9 +130,10 @@ class Stages:
             raise ValueError(f"{AS_SENT}: {said(stage, step)} meets {said(other, partner)}")
         sender = (stage, step) if step.op is Op.SEND else (other, partner)
         start = max(start, since)
-        for at, end in ((stage, step), (other, partner)):
-            self.finish(at, end, start, start + self.seconds(*sender))
-        return [(stage, step), (other, partner)]
+        both = [(stage, step), (other, partner)]
+        for at, of_it in both:
+            self.finish(at, of_it, start, start + self.seconds(*sender))
+        return both
 
     def finish(self, stage: int, step: Step, start: float, end: float) -> None:
         lane = stage, step.stream
@@ -164,7 +155,7 @@ class Stages:
             else:
                 end = other_end(stage, step)
                 assert end is not None  # only a message waits for another stage
-                lane = end.stage, step._replace(op=end.op, peer=end.peer).stream
+                lane = end[0], end[1].stream
                 texts.append(f"{said(stage, step)} waits for stage {lane[0]}")
             if not self.lanes.get(lane):
                 return f"{MET}: {texts[-1]}, which has come to its end"
@@ -187,9 +178,8 @@ def in_one_order(schedules: Sequence[Schedule]) -> list[Schedule]:
         def place(step: Step) -> tuple[object, ...]:
             if (end := other_end(stage, step)) is None:
                 return step.back, spans[step][0]
-            if step.op is Op.SEND:
-                return step.back, spans[step][0], (stage, end.stage, step.kind)
-            return step.back, spans[step][0], (end.stage, stage, step._replace(op=end.op, peer=end.peer).kind)
+            (source, sent), (to, _) = ((stage, step), end) if step.op is Op.SEND else (end, (stage, step))
+            return step.back, spans[step][0], (source, to, sent.kind)
         return {step: steps[step] for step in sorted(steps, key=place)}
     times = times_of_stages(schedules, lambda stage, step: 1.0)
     return [ordered(k, steps, times[k].spans) for k, steps in enumerate(schedules)]

@@ -84,11 +84,6 @@ def sent_and_received(sender: Iterable[Span], receiver: Iterable[Span],
     return list(zip(ends(sender, "send"), ends(receiver, "receive"), strict=True))
 
 
-def shortest_s(messages: Iterable[tuple[Span, Span]]) -> float:
-    """Finds the least time from a message's begin to its end, as their clocks have it."""
-    return min(received.end_s - sent.start_s for sent, received in messages)
-
-
 def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
     """Moves the spans of each stage of a step, which have clocks of their own, to that of stage 0.
 
@@ -98,7 +93,9 @@ def on_one_clock(stages: Sequence[list[Span]]) -> list[list[Span]]:
     """
     moved, later = list(stages[:1]), 0.0
     for here, there in pairwise(stages):
-        back = sent_and_received(there, here, " gradient")
-        later += (shortest_s(sent_and_received(here, there)) - shortest_s(back)) / 2
+        # the shortest message of each direction, as the clocks of its ends have it
+        up_s, back_s = (min(received.end_s - sent.start_s for sent, received in messages) for messages in (
+            sent_and_received(here, there), sent_and_received(there, here, " gradient")))
+        later += (up_s - back_s) / 2
         moved.append([s._replace(start_s=s.start_s - later, end_s=s.end_s - later) for s in there])
     return moved
