@@ -12,8 +12,9 @@ import torch
 from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.kernels import fp8, ops, te
+from memo.kernels.backends import first_that_serves
 from memo.kernels.matmul import matmul_of
-from memo.kernels.ops import TE, TORCH, TRITON, choose_ops, resolve_ops, rotations
+from memo.kernels.ops import TE, TORCH, TRITON, resolve_ops, rotations
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.axis import Axis
@@ -298,10 +299,9 @@ def test_absent_kernels_are_an_error_only_by_name():
         with pytest.raises(ConfigError, match=f"^ops={name} is not available: they need a CUDA device; "
                                               "try ops=auto$"):
             resolve_ops(name, CPU)
-    assert choose_ops("auto", dict(triton="", torch="")) == ("triton", "")
-    assert choose_ops("auto", dict(triton="triton is not installed", torch="")) == (
-        "torch", "triton is not installed")
-    assert choose_ops("te", dict(te="")) == ("te", "")
+    assert first_that_serves("ops", "auto", dict(triton="", torch="")) == ("triton", [])
+    assert first_that_serves("ops", "auto", dict(triton="no", torch="")) == ("torch", ["triton"])
+    assert first_that_serves("ops", "te", dict(te="")) == ("te", [])
 
 
 @pytest.mark.parametrize("version, why", [

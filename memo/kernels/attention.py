@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from memo.errors import Unusable
+from memo.errors import Unusable, reason
 from memo.kernels.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
@@ -174,13 +174,11 @@ def installed_kernel(name: str) -> Kernel:
     distribution, module, forward, backward = INTERFACES[name]
     try:
         package = importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        if e.name and f"{module}.".startswith(f"{e.name}."):  # flash-attn-4 alone has a folder flash_attn too
-            raise Unusable("it is not installed") from None
-        raise Unusable(f"it cannot be imported ({e})") from None
     except Exception as e:  # built for another torch, say
-        why = (str(e).splitlines() or [type(e).__name__])[0]
-        raise Unusable(f"it cannot be imported ({why})") from None
+        absent = e.name if isinstance(e, ModuleNotFoundError) else None
+        if absent and f"{module}.".startswith(f"{absent}."):  # flash-attn-4 alone has a folder flash_attn too
+            raise Unusable("it is not installed") from None
+        raise Unusable(f"it cannot be imported ({reason(e)})") from None
     lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
     forward_ = bound(package, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
     backward_ = bound(package, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",

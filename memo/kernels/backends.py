@@ -7,8 +7,9 @@ All of them take fewer heads of keys and values than of queries, forward and bac
 cudnn/MHA.cpp, and on the CPU its FlashAttentionKernel.cpp from 2.9 on (pytorch pull request 157893).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import ceil
 
 from memo.config.config import Config
@@ -125,16 +126,21 @@ def passed_over(name: str, facts: Facts) -> str:
     return ""
 
 
+def first_that_serves(key: str, name: str, whys: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Finds (the first of {kernel: why it cannot serve, empty where it can}, those before it). `name`: what
+    `key` asks for, auto or the only one. Errors: ConfigError: that one cannot serve."""
+    if name != "auto" and whys[name]:
+        raise ConfigError(f"{key}={name} is not available: {whys[name]}; try {key}=auto")
+    before = [*takewhile(whys.get, whys)]
+    return [*whys][len(before)], before  # torch's own serve always
+
+
 def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
     """Finds (the kernel called `name`, or for "auto" the first of order() that can serve; why those before
     it were not taken, in one line). Errors: ConfigError where a named one cannot serve."""
-    if name != "auto":
-        if why := missing(name, facts):
-            raise ConfigError(f"attention={name} is not available: {why}; try attention=auto")
-        return name, ""
-    whys = {kernel: passed_over(kernel, facts) for kernel in order(facts)}
-    name = next(kernel for kernel, why in whys.items() if not why)  # math serves always
-    before = [*whys][:[*whys].index(name)]
+    whys = ({kernel: passed_over(kernel, facts) for kernel in order(facts)} if name == "auto"
+            else {name: missing(name, facts)})
+    name, before = first_that_serves("attention", name, whys)
     return name, "; ".join(f"{kernel} {whys[kernel].removeprefix('it ')}" for kernel in before)
 
 

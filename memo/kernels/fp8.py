@@ -35,6 +35,7 @@ from functools import cached_property
 
 import torch
 
+from memo.errors import reason
 from memo.kernels.rows import cut
 from memo.system.axis import Axis, Works
 from memo.system.device import synchronize
@@ -196,7 +197,7 @@ def failing(device: torch.device) -> str:
         synchronize(device)
         return ""
     except Exception as e:  # Triton raises its own
-        return (str(e).splitlines() or [type(e).__name__])[0]
+        return reason(e)
 
 
 def forward(x: Quantised, w: torch.Tensor | Matrix, out: torch.Tensor,

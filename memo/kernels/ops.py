@@ -18,15 +18,15 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 
 import importlib.util
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from memo.errors import ConfigError
 from memo.kernels import te
+from memo.kernels.backends import first_that_serves
 from memo.kernels.rows import chunks, own_ids
 from memo.system.axis import Axis
 
@@ -83,15 +83,14 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
                   dw: torch.Tensor, db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if mean is None:
         return rms_norm_backward(residual, dy, x, rstd, w, dw, out)
-    rows = (out, dy, x, mean, rstd) if residual is None else (out, dy, x, mean, rstd, residual)
-    for out_, dy_, x_, mean_, rstd_, *residual_ in chunks(*rows):
+    for out_, dy_, x_, mean_, rstd_, residual_ in chunks(out, dy, x, mean, rstd, residual):
         dy_, x_, w, b = norm_operands(dy_, x_, w, b)
         dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
             dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b, [True, True, b is not None])
         dw += dw_
         if b is not None:
             db += db_
-        out_.copy_(dx) if residual is None else torch.add(*residual_, dx, out=out_)
+        out_.copy_(dx) if residual is None else torch.add(residual_, dx, out=out_)
     return out
 
 
@@ -106,8 +105,7 @@ def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: 
 def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor,
                       w: torch.Tensor, dw: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Computes dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; the mean over the row."""
-    rows = (out, dy, x, rstd) if residual is None else (out, dy, x, rstd, residual)
-    for out_, dy_, x_, rstd_, *residual_ in small_chunks(*rows):
+    for out_, dy_, x_, rstd_, residual_ in small_chunks(out, dy, x, rstd, residual):
         r, dy_ = rstd_[:, None], dy_.float()
         xhat = x_.float() * r
         both = dy_ * xhat
@@ -115,16 +113,14 @@ def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.
         g = dy_ * w
         along = torch.mul(g, xhat, out=both).mean(1, keepdim=True)
         dx = g.sub_(xhat.mul_(along)).mul_(r)
-        out_.copy_(dx) if residual is None else torch.add(*residual_, dx, out=out_)
+        out_.copy_(dx) if residual is None else torch.add(residual_, dx, out=out_)
     return out
 
 
-def small_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+def small_chunks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[Sequence[torch.Tensor]]:
     """Cuts into chunks(); on a CPU of so few rows that several passes over them stay in its cache."""
-    if not tensors[0].is_cpu:
-        return chunks(*tensors)
-    rows = max(1, CACHED_ELEMENTS // prod(tensors[0].shape[1:]))
-    return zip(*(t.split(rows) for t in tensors), strict=True)
+    rows = max(1, CACHED_ELEMENTS // prod(first.shape[1:])) if first.is_cpu else None
+    return chunks(first, *others, small=rows)
 
 
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
@@ -263,27 +259,17 @@ def failing(name: str, device: torch.device) -> str:
         return f"{name} fails ({type(e).__name__}: {(str(e).splitlines() or [''])[-1]})"
 
 
-def choose_ops(name: str, whys: Mapping[str, str]) -> tuple[str, str]:
-    """Finds (the kernels called `name`, or for "auto" the first of AUTO that can serve; why those before
-    were not taken). `whys`: {kernels: why they cannot serve, empty where they can}. Errors: ConfigError
-    where named ones cannot serve."""
-    if name != "auto":
-        if whys[name]:
-            raise ConfigError(f"ops={name} is not available: {whys[name]}; try ops=auto")
-        return name, ""
-    chosen = next(name for name in AUTO if not whys[name])  # torch's serve always
-    return chosen, "; ".join(whys[before] for before in AUTO[:AUTO.index(chosen)])
-
-
 def resolve_ops(name: str, device: torch.device, launch: bool = True) -> tuple[Ops, str]:
     """Finds (the Ops called `name`, or for "auto" the fastest ones; what is to be said of the choice).
-    With `launch` each kernel is tried. Errors: those of choose_ops."""
+    With `launch` each kernel is tried. Errors: ConfigError where named ones cannot serve."""
     whys = {kernels: lacking(kernels, device) for kernels in (AUTO if name == "auto" else (name,))}
     if launch and device.type == "cuda":
         whys |= {kernels: failing(kernels, device) for kernels, why in whys.items()
                  if not why and kernels != "torch"}
-    name, why = choose_ops(name, whys)
-    return OPS[name], te.installed().label if name == "te" and device.type == "cuda" else why
+    name, before = first_that_serves("ops", name, whys)
+    if name == "te" and device.type == "cuda":
+        return OPS[name], te.installed().label
+    return OPS[name], "; ".join(whys[kernels] for kernels in before)
 
 
 # --- GELU: y = x P(Z <= x), or its tanh approximation ---

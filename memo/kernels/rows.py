@@ -19,10 +19,13 @@ def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None
     return [slice(*edge) for edge in pairwise(edges)]
 
 
-def chunks(*tensors: torch.Tensor, ranks: int = 1, most: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors, cut into the same ranges of rows."""
-    for r in cut(0, len(tensors[0]), ranks, most=most):
-        yield [t[r] for t in tensors]
+def chunks(first: torch.Tensor, *others: torch.Tensor | None, ranks: int = 1, most: int | None = None,
+           small: int | None = None) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors, cut into the same ranges of rows; None as it is. `small`: so many rows in each."""
+    n = len(first)
+    slices = [slice(i, i + small) for i in range(0, n, small)] if small else cut(0, n, ranks, most=most)
+    for r in slices:
+        yield [t if t is None else t[r] for t in (first, *others)]
 
 
 def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -155,11 +155,11 @@ def package(x: torch.Tensor) -> Package:
 
 # --- norms: see memo.kernels.ops.Ops ---
 
-def pieces(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yields chunks() of rows, the first tensor's (N, C), which te's norms take: they count elements in 32
-    bits, and refuse tensors without any. Narrow rows, as heads have, come many at once."""
-    if len(tensors[0]):
-        yield from chunks(*tensors, most=max(CHUNK_ROWS, CHUNK_ELEMENTS // tensors[0].shape[1]))
+def pieces(x: torch.Tensor, *others: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
+    """Yields chunks() of rows x (N, C) and others, which te's norms take: they count elements in 32 bits,
+    and refuse tensors without any. Narrow rows, as heads have, come many at once."""
+    if len(x):
+        yield from chunks(x, *others, most=max(CHUNK_ROWS, CHUNK_ELEMENTS // x.shape[1]))
 
 
 def norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
@@ -184,13 +184,12 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
     assert dy.is_contiguous() and x.is_contiguous()
     te = package(x)
     backward, statistics = (te.rmsnorm_bwd, (rstd,)) if mean is None else (te.layernorm_bwd, (mean, rstd))
-    rows = (out, dy, x, *statistics) if residual is None else (out, dy, x, *statistics, residual)
-    for out_, dy_, x_, *more in pieces(*rows):
-        dx, *gradients = backward(dy_, x_, *more[:len(statistics)], w, 0, False)
+    for out_, dy_, x_, residual_, *statistics_ in pieces(out, dy, x, residual, *statistics):
+        dx, *gradients = backward(dy_, x_, *statistics_, w, 0, False)
         dw += gradients[0]  # which te rounds to w's dtype
         if b is not None:
             db += gradients[1]
-        out_.copy_(dx) if residual is None else torch.add(more[-1], dx, out=out_)
+        out_.copy_(dx) if residual is None else torch.add(residual_, dx, out=out_)
         del dx, gradients  # before the next chunk's
     return out
 

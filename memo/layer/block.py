@@ -30,7 +30,6 @@ from memo.parallel.mesh import Mesh
 from memo.parallel.tp import (
     bias_backward,
     column_linear_backward,
-    column_linear_forward,
     in_turns,
     row_linear_backward,
     row_linear_forward,
@@ -149,7 +148,7 @@ class Block:
                 for name in names:
                     w, b = linears[name]
                     out = getattr(s, name)[r]  # (n, tp, width/tp)
-                    column_linear_forward(self.matmul, gathered, w, b, out)
+                    self.matmul.forward(gathered, w, out.transpose(0, 1), b)
             in_turns(self.tp, s.x.device, first, end, project)
 
     def norm_forward(self, name: str, x: torch.Tensor, s: Activations, r: slice) -> None:

@@ -5,7 +5,6 @@ from math import prod
 from typing import Literal
 
 from memo.config.layer import INPUT, Tensor
-from memo.config.msp import Help
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.schedule.access import Memory
@@ -61,21 +60,16 @@ class Sizes:
         return self.row_bytes[content] * n
 
 
-def keys_before(placement: Placement, piece: Help) -> int:
-    """Counts the rows of the keys and values of the subsequences before that of a piece."""
-    return sum(placement.cuts[:piece.subsequence])
-
-
 def guest_rows(placement: Placement) -> int:
-    """Counts the rows of a helper's place for keys and values."""
-    return max((keys_before(placement, piece) + piece.end for piece in placement.guests), default=0)
+    """Counts the rows of a helper's place for keys and values: of all before its own, and these."""
+    return max((sum(placement.cuts[:piece.subsequence]) + piece.end for piece in placement.guests), default=0)
 
 
 def repaid_rows(placement: Placement) -> dict[int, int]:
     """Counts for each helper the rows of keys and values that a home has a place for."""
     rows: dict[int, int] = {}
     for piece in placement.lent:
-        rows[piece.helper] = max(rows.get(piece.helper, 0), keys_before(placement, piece))
+        rows[piece.helper] = max(rows.get(piece.helper, 0), sum(placement.cuts[:piece.subsequence]))
     return rows
 
 

@@ -65,14 +65,7 @@ def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
 
 # --- linears; `matmul`: how their products are computed ---
 
-# column-parallel: y = x w^T + b, where each rank has some of y's columns
-
-# (tp, n, I), (O/tp, I), (O/tp,) or None -> (n, tp, O/tp)
-def column_linear_forward(matmul: Matmul, x: Rows, w: torch.Tensor, b: torch.Tensor | None,
-                          out: torch.Tensor) -> torch.Tensor:
-    matmul.forward(x, w, out.transpose(0, 1), b)
-    return out
-
+# column-parallel: y = x w^T + b, where each rank has some of y's columns; the forward is one product
 
 def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
                            linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:

@@ -54,7 +54,7 @@ def said(stage: int, step: Step) -> str:
 
 
 def other_end(stage: int, step: Step) -> tuple[int, Step] | None:
-    """Finds the other end of a message: its stage, and its step but for the unit. None: step is no message."""
+    """Finds the other end of a message: its stage, and its step but for the unit; None of no message."""
     if not step.is_message:
         return None
     op = Op.RECEIVE if step.op is Op.SEND else Op.SEND
