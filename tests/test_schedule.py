@@ -420,7 +420,7 @@ def test_seconds_of_few_layers_are_those_of_all():
         *instance, seconds = random_problem(rng)
         with patch.object(periods, "schedule", wraps=schedule) as simulated:
             found = periods.totals_of(Program(*instance), seconds)
-        every = periods.totals(times_of(schedule(Program(*instance)), seconds), *instance[1:3])
+        every = periods.totals(times_of(schedule(Program(*instance)), seconds))
         assert found == pytest.approx(every, rel=1e-9, abs=1e-9 * sum(every[:2])), instance
         few += all(call.args[0].layers < instance[1] for call in simulated.call_args_list)
     assert few > 30

@@ -155,6 +155,15 @@ class HostSlab:
         return [(device_bytes[part.start - at:part.stop - at], self.bytes[part])
                 for part in split(at, at + device_bytes.nbytes, PIECE_BYTES)]
 
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies between two contiguous tensors, of which one lies in the slab; without waiting on CUDA."""
+        to, source = (t.view(-1).view(torch.uint8) for t in (to, source))
+        begin = self.bytes.data_ptr()
+        at = (to if begin <= to.data_ptr() < begin + self.bytes.nbytes else source).data_ptr() - begin
+        for part in split(at, at + to.nbytes, PIECE_BYTES):
+            r = slice(part.start - at, part.stop - at)
+            to[r].copy_(source[r], non_blocking=True)
+
     def lock(self, device: torch.device) -> None:
         cudart, pieces = torch.cuda.cudart(), split(0, self.bytes.nbytes, PIECE_BYTES)
         for k, piece in enumerate(pieces):

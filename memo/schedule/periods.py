@@ -30,23 +30,19 @@ class Totals(NamedTuple):
 
 def totals_of(program: Program, seconds: Callable[[Step], float]) -> Totals:
     """Sums a program's seconds, where a step takes seconds(step)."""
-    fates, layers, subsequences = program.fates, program.layers, program.subsequences
-    if fates.guests:  # which have layers of other stages
-        spans, _ = times = times_of(schedule(program), seconds)
-        ends = [max(end for step, (_, end) in spans.items() if step.op is op)
-                for op in (Op.FORWARD, Op.BACKWARD)]
-        return Totals(ends[0], ends[1] - ends[0], times.stall_s)
-    reach, runs = reach_of(program), runs_of(program)
-    for most in (3 * reach + 2, 6 * reach + 4):
-        short = [min(n, most) for n in runs]
-        if subsequences > 1 and not fates.lent and sum(short) <= layers // 2 and (
-                found := totals_of_few(program, runs, short, reach, seconds)):
-            return found
-    return totals(times_of(schedule(program), seconds), layers, subsequences)
+    if program.several and not program.fates.guests and not program.fates.lent:
+        reach, runs = reach_of(program), runs_of(program)
+        for most in (3 * reach + 2, 6 * reach + 4):
+            short = [min(n, most) for n in runs]
+            if sum(short) <= program.layers // 2 and (
+                    found := totals_of_few(program, runs, short, reach, seconds)):
+                return found
+    return totals(times_of(schedule(program), seconds))
 
 
-def totals(times: Times, layers: int, subsequences: int) -> Totals:
-    forward = times.spans[Step(Op.FORWARD, Unit(layers - 1, subsequences - 1))][1]
+def totals(times: Times) -> Totals:
+    """Reads the Totals off the Times of all steps."""
+    forward = max(end for step, (_, end) in times.spans.items() if step.op is Op.FORWARD)
     end = max(end for step, (_, end) in times.spans.items()
               if step.op is Op.BACKWARD or (step.op is Op.OFFLOAD and step.moved is Moved.WEIGHT_GRADIENTS))
     return Totals(forward, end - forward, times.stall_s)
@@ -78,7 +74,7 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
     few_layers = program.of_few(like, range(program.subsequences))
     whole = steps_of_all(few_layers, (*like, program.layers))
     times = times_of(schedule(few_layers), lambda step: seconds(whole[step]))
-    found = totals(times, len(like), program.subsequences)
+    found = totals(times)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:
             last = first + (few + reach) // 2

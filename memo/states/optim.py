@@ -83,8 +83,10 @@ class Optimizer:
         self.grads = [flat.chunk(data.size)[data.rank] for flat in model.bucket_grads]
         self.coming = come = model.coming
         self.sums = list(self.grads)  # of each bucket where the sums of gradients lie
+        self.ready = [self.master[own.shard] for own in self.own]  # and of what its parameters are made
         if self.staging is not None:
             self.sums = [self.staging.grads[own.shard] for own in self.own]
+            self.ready = [*map(self.staging.weights, self.own)]
         elif come:
             numels = sizes[come.start:come.stop]
             self.sums[come.start:come.stop] = torch.zeros(sum(numels), device=device).split(numels)
@@ -245,31 +247,30 @@ class Optimizer:
         """Starts to send this rank's part of bucket k's parameters to all data ranks."""
         return self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k])
 
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies on the device, or where the optimizer is on the host from there or to it."""
+        if self.staging is None:
+            to.copy_(source)
+        else:
+            self.staging.slab.copy(to, source)
+
     def bring_weights(self, k: int) -> None:
         """Copies master weights to this rank's part of bucket k; gathers the rest where the bucket comes."""
-        if self.staging is not None:
-            self.staging.fetch(self.own[k], self.parts[k])
-        else:
-            self.parts[k].copy_(self.master[self.own[k].shard])
+        self.copy(self.parts[k], self.ready[k])
         if k in self.coming:
             self.model.mesh.shards.start_gather(self.parts[k], self.model.bucket_params[k]).wait()
 
     def bring_sums(self, k: int, there: bool) -> None:
         """Adds what earlier micro batches have left, if it is `there`, to bucket k's zero gradients."""
-        if there and self.staging is not None:
-            self.staging.up(self.own[k].at, self.grads[k])
-        elif there:
-            self.grads[k].copy_(self.sums[k])
+        if there:
+            self.copy(self.grads[k], self.sums[k])
 
     def leave(self, k: int) -> None:
         """Takes this rank's sums of bucket k's gradients from their place on the device, and zeroes that."""
         self.complete(k)
-        if self.staging is not None:
-            for r, g in self.shared[k]:
-                g.copy_(self.view(self.grads, k, r))
-            self.staging.down((self.own[k].at, self.grads[k]))
-        else:
-            self.sums[k].copy_(self.grads[k])
+        for r, g in self.shared[k] if self.staging is not None else ():
+            g.copy_(self.view(self.grads, k, r))
+        self.copy(self.sums[k], self.grads[k])
         self.model.bucket_grads[k].zero_()
 
     def complete(self, k: int) -> None:
@@ -283,8 +284,9 @@ class Optimizer:
     def bring_scale(self) -> None:
         """Copies `scale` to the host, and the gradients of what all tp ranks hold."""
         assert self.staging is not None
-        last = [(r.at, g) for shared in self.shared for r, g in shared]
-        self.staging.down(*last, (len(self.staging.grads), self.scale))
+        for r, g in (last for shared in self.shared for last in shared):
+            self.copy(self.staging.grads[r.shard], g)
+        self.copy(self.staging.scale, self.scale)
 
     # --- the end of a step ---
 
@@ -332,11 +334,10 @@ class Optimizer:
 
     def put(self, k: int) -> None:
         """Copies bucket k's master weights to its parameters, or to where these come from."""
-        own = self.own[k]
         if self.staging is not None:
-            self.staging.stage(own, self.master[own.shard])
+            self.ready[k].copy_(self.master[self.own[k].shard])
         elif k not in self.coming and self.master is not self.model.params:
-            self.parts[k].copy_(self.master[own.shard])
+            self.parts[k].copy_(self.ready[k])
 
     def publish(self) -> None:
         """Makes the model's parameters those of the master weights."""

@@ -8,7 +8,6 @@ from memo.config.config import Config
 from memo.config.formulas import parameters
 from memo.config.layout import Layout
 from memo.errors import OutOfHostMemory, warn
-from memo.memory.buffers import bytes_of, copy_bytes
 from memo.memory.flat import Range, staged_bytes
 from memo.memory.parameters import Parameters
 from memo.memory.slab import HostSlab, host_bytes
@@ -48,38 +47,19 @@ class HostWeights:
         return self.bring_weights, step.unit.layer + 1
 
     def bring_weights(self, k: int) -> None:
-        at = self.model.loaded[k].storage_offset() * self.model.dtype.itemsize
-        copy_bytes(self.slab.pairs(at, bytes_of(self.model.bucket_params[k])))
+        self.slab.copy(self.model.bucket_params[k], self.model.loaded[k])
 
 
 class Staging:
     """Holds `grads` (numel,) of one shard, fp32, and `scale` (1,), their divisor. Errors: OutOfHostMemory."""
 
     def __init__(self, model: Parameters, numel: int, pin: bool) -> None:
-        self.dtype = model.dtype
+        self.dtype, self.apart = model.dtype, model.states.apart
         self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
         self.slab = HostSlab(self.nbytes, model.device, pin)
         self.grads, self.scale = self.slab.bytes[:4 * (numel + 1)].view(torch.float32).split((numel, 1))
-        self.apart = model.states.apart
 
-    def down(self, *parts: tuple[int, torch.Tensor]) -> None:
-        """Copies each tensor of (place, tensor) to the host. `place`: the number there where it begins."""
-        for place, t in parts:
-            copy_bytes([(host, device) for device, host in self.slab.pairs(4 * place, bytes_of(t))])
-
-    def up(self, place: int, t: torch.Tensor) -> None:
-        """Copies to `t` what the host holds from `place` on."""
-        copy_bytes(self.slab.pairs(4 * place, bytes_of(t)))
-
-    def weights_at(self, own: Range) -> int:
-        """Finds the first byte on the host of the weights of a bucket's Range."""
-        return self.grads.nbytes + 4 + self.dtype.itemsize * own.at if self.apart else 4 * own.at
-
-    def stage(self, own: Range, weights: torch.Tensor) -> None:
-        """Copies `weights`, the masters of a bucket's Range `own`, to where they go up from."""
-        first = self.weights_at(own)
-        self.slab.bytes[first:first + self.dtype.itemsize * len(weights)].view(self.dtype).copy_(weights)
-
-    def fetch(self, own: Range, part: torch.Tensor) -> None:
-        """Copies what stage() has put there to `part`, the parameters on the device."""
-        copy_bytes(self.slab.pairs(self.weights_at(own), bytes_of(part)))
+    def weights(self, own: Range) -> torch.Tensor:
+        """Views where the new parameters of a bucket's Range go up from."""
+        first = self.grads.nbytes + 4 + self.dtype.itemsize * own.at if self.apart else 4 * own.at
+        return self.slab.bytes[first:first + self.dtype.itemsize * (own.end - own.start)].view(self.dtype)
