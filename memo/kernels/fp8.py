@@ -1,5 +1,4 @@
-"""FP8 products with scales of now: what is multiplied is rounded to eight bits, each row of tokens with a
-scale of its own, and summed in fp32.
+"""FP8 products with scales of now: operands are rounded, each row with its own scale, and summed in fp32.
 
     e4m3      inputs and weights: 3 bits of mantissa, magnitudes 2^-9 to 448
     e5m2      gradients: 2 bits, 2^-16 to 57,344

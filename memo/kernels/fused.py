@@ -1,5 +1,4 @@
-"""Fused kernels in Triton, for what takes torch several passes over memory: see memo/kernels/ops.py, the only
-caller.
+"""Fused kernels in Triton, for what takes torch several passes over memory: see memo/kernels/ops.py.
 
 A row of C elements is one program's, whole and in fp32 registers. Statistics, gradients of parameters and
 rotations are fp32. tests/test_ops.py runs the kernels in Triton's interpreter against fp64; no GPU has yet.

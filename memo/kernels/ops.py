@@ -60,8 +60,7 @@ Ops.__doc__ = """How norms, rotary positions, merges, SwiGLU and cross entropy a
 # --- with torch's kernels ---
 
 def norm_operands(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Gives tensors of a CPU in fp32: torch's bf16 kernel there sums the gradients of w and b in bf16 (5%
-    off at 3,000 rows)."""
+    """Turns tensors of a CPU to fp32: torch's bf16 kernel there sums in bf16, 5% off at 3,000 rows."""
     return [t if t is None or not t.is_cpu else t.float() for t in tensors]
 
 

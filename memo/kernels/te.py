@@ -4,8 +4,7 @@ what pybind11 says of their parameters against SIGNATURES before any is called. 
 transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to
 v2.18; 2.20.2 runs on null CUDA.
 
-te's functions give results in new tensors, but for a norm's forward and the product; docs/kernels.md says why
-the other functions are not taken.
+te's functions give results in new tensors, but for these; docs/kernels.md says why others are not taken.
 
 FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
 pieces need the bits that they had, so a scale may not be a whole piece's; and the gradient of a weight, which

@@ -7,7 +7,7 @@ logsumexp in fp32. So nothing has the length of all pieces, and each mode sums i
 of each call takes the merged out and lse. Gradients of keys and values of several subsequences are added to
 `sums` [(dk, dv)], fp32 of the pieces' shapes; a single piece has no sums.
 
-attend() and attend_backward() go through groups of heads, so that temporary tensors stay small. Shapes as in
+attend() and attend_backward() go by groups of heads: temporary tensors stay small. Shapes as in
 memo/kernels/attention.py.
 """
 

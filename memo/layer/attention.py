@@ -27,8 +27,7 @@ Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms each head of `q` or `k` (RMSNorm over D), and rotates it. `w`, `dw`: of a layer; positions in
-    `turn` as in memo/kernels/ops.py."""
+    """Norms each head of `q` or `k` (RMSNorm over D), and rotates it by `turn`. `w`, `dw`: of a layer."""
 
     ops: Ops
     w: Weights
@@ -142,8 +141,7 @@ class LayerAttention:
     def forward(self, s: Activations, q: torch.Tensor, keys: Pieces, out: torch.Tensor, lse: torch.Tensor,
                 kv: slice = EVERYTHING, coming: Visits | None = None,
                 meanwhile: Meanwhile | None = None) -> None:
-        """Writes into out and lse the attention of q to the pieces, or where there are none to `keys`, [(k,
-        v)]. `coming`, `meanwhile`: see attend()."""
+        """Writes into out and lse the attention of q to the pieces, else to `keys` [(k, v)]: see attend()."""
         attend(self.over(s), q, of_heads(s.pieces, kv) or keys, self.scale, out, lse, coming, meanwhile)
 
     def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,

@@ -2,8 +2,7 @@
 
 Ring: in a zigzag (memo/layer/tiles.py) every rank has the same causal work. Of a whole sequence keys and
 values go round: while a rank attends to one block of them the next one travels; partial results are merged
-through the logsumexp, in fp32. In the backward the gradients of keys and values travel with their block; its
-own rank adds to them last.
+through the logsumexp, in fp32. In the backward their gradients travel with them; their own rank adds last.
 
 Of several subsequences, each in a zigzag, queries go round, and keys, values and their gradients stay at
 home: a unit's messages are as long as its queries, however long the pieces before are. A rank's queries
@@ -14,8 +13,7 @@ piece: so all messages have something to hide behind.
 Ulysses: an all-to-all turns T tokens of all heads into S tokens of H/cp heads, and back; its logsumexp stays
 (B, H/cp, S). Of keys and values only their own heads travel: of a whole sequence once for each group of query
 heads that reads them (attend.py), of several subsequences once, when the pieces are made. Where cp does not
-divide them, each goes to several ranks. Shapes as in memo/kernels/attention.py. The host never waits for a
-GPU.
+divide them, each goes to several ranks. Shapes as in memo/kernels/attention.py. The host waits for no GPU.
 """
 
 from collections.abc import Iterator
@@ -155,8 +153,7 @@ def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Te
 # --- Ulysses ---
 
 def to_heads(axis: Axis, x: torch.Tensor) -> torch.Tensor:
-    """Sends (B, T, H, D) -> (B, S, H/cp, D). Of heads that cp does not divide each goes to as many ranks
-    as it takes for all to have equally many."""
+    """Sends (B, T, H, D) -> (B, S, H/cp, D). Heads that cp does not divide go to several ranks each."""
     times = axis.size // gcd(x.shape[2], axis.size)
     x = x if times == 1 else x.repeat_interleave(times, 2)
     B, T, H, D = x.shape

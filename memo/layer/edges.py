@@ -69,8 +69,7 @@ class Edges:
         return w.wte if w.head_w is None else w.head_w
 
     def logits(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes, from x (n, C), the final norm of all tp ranks' rows (tp * n, C), own mean (n,) and
-        rstd (n,), and logits (tp * n, V/tp)."""
+        """Computes from x (n, C) all tp ranks' normed rows (tp * n, C), own mean, rstd, and their logits."""
         h = torch.empty_like(x)  # x stays for the norm's backward
         mean, rstd = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
         mean = mean if self.cfg.norm == "layernorm" else None  # RMSNorm has none

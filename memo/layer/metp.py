@@ -47,8 +47,7 @@ def hidden_of(matmul: Matmul, x: Rows, ins: Iterable[Linear], like: torch.Tensor
 
 
 def own_and_others(matmul: Matmul, own: Parts, visits: Visits) -> Iterator[Parts]:
-    """Iterates over the matrices of each rank, a rank's own first. While these are used no others are, so
-    that two parts may be on their way."""
+    """Iterates over the matrices of each rank, own ones first, beside which two parts are on their way."""
     def arrived(part: Sequence[torch.Tensor]) -> Parts:
         return dict(zip(own, map(matmul.arrived, part, own.values()), strict=True))
     visits.post(2)
@@ -90,8 +89,7 @@ def metp_mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, norm
 
 def part_backward(matmul: Matmul, mlp: Mlp, part: Parts, gradients: Mapping[str, torch.Tensor],
                   normed: Normed, dy: torch.Tensor, dx: torch.Tensor, write: bool) -> None:
-    """Adds to the gradients of one part of the MLP, and to dx, or with `write` writes it. What is between the
-    matrices is computed again."""
+    """Adds to the gradients of a part of the MLP, computed again, and to dx, or with `write` writes it."""
     (ins, (w, _)), (dins, (dw, _)) = ((mlp.linears(of).values(), mlp.last_linear(of))
                                       for of in (part, gradients))
     for r in row_pieces(len(dy)):
@@ -117,8 +115,7 @@ def add_all(sums: Iterable[torch.Tensor], more: Iterable[torch.Tensor]) -> None:
 # --- attention: by groups of heads ---
 
 class Heads(NamedTuple):
-    """Names a group of heads: `q` of queries, `kv` of the keys and values that they read. `first`, `last`:
-    of the groups that read these."""
+    """Names a group of heads: `q` of queries, `kv` of keys that they read; `first`, `last` to read these."""
 
     q: slice
     kv: slice

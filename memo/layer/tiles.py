@@ -1,8 +1,7 @@
 """Which queries and keys meet, as ranges of rows. Without torch.
 
 A rank's rows of a sequence are ranges of its tokens, in ascending order. A tile is one call of a kernel: a
-range of rows of queries, and a range of rows of keys that all of them see; or the same tokens on both sides,
-under the causal mask.
+range of rows of queries, and one of keys that all of them see; or of the same tokens, under the causal mask.
 """
 
 from collections.abc import Sequence

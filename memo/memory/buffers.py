@@ -5,14 +5,13 @@ executed in. Source: MEMO 4.1 and 4.3.2.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import prod
 
 import torch
 
 from memo.config.layer import INPUT, Layer
 from memo.layer.activations import Activations, Pieces
 from memo.memory.placement import Placement
-from memo.memory.sizes import Sizes, guest_rows, repaid_rows, shared_regions
+from memo.memory.sizes import Sizes, repaid_rows, shared_regions
 from memo.memory.slab import HostSlab
 from memo.schedule.execute import Executor, Work
 from memo.schedule.help import HELPER_PLACES
@@ -92,7 +91,8 @@ class Swap:
 
         def view(k: int, i: int, name: str) -> torch.Tensor:
             t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
-            return self.cut(name, at, t.shape, getattr(torch, t.dtype) if t.dtype else dtype)
+            kind = getattr(torch, t.dtype) if t.dtype else dtype
+            return self.buffers[name][at:at + t.nbytes].view(kind).view(t.shape)
         names = [name for name in tensors if name in self.buffers]
         self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
@@ -115,45 +115,40 @@ class Swap:
         self.set_passes(passes_of(replace(p.program, trains=gradients), states or States(p.n_layer)))
         self.pairs = self.swapped_pairs()
 
-    def cut(self, region: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Views the tensor of this shape at byte `at` of a region."""
-        return self.buffers[region][at:at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
     def add_stream(self) -> None:
         """Finds what lies between layers in the stream's places, and the places for inputs of sweeps."""
-        p, x = self.placement, self.tensors[INPUT]
+        p, width = self.placement, self.tensors[INPUT].shape[1:]
+        rows, swept = (self.buffers[name].view(self.dtype).view(-1, *width) for name in ("stream", "sweep"))
         if p.stream == "whole":
-            self.x = [self.cut("stream", 0, x.shape, self.dtype)] * (p.n_layer + 1)
+            self.x = [rows[:p.n_rows]] * (p.n_layer + 1)
         for unit, s in self.units.items():
             n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[unit.subsequence]
-            at = p.first_row(self.sizes.memory.below(unit)) * p.row_bytes(x)
-            stream = self.cut("stream", at, (n, *x.shape[1:]), self.dtype)
+            first = p.first_row(self.sizes.memory.below(unit))
+            stream = rows[first:first + n]
             own = stream if n == len(s.x) else of_sequences(stream, self.B, 0, len(s.x))
             self.whole[unit], self.between[unit] = (stream, stream), (own, own)
-        swept = self.buffers["sweep"].view(self.dtype).view(-1, *x.shape[1:])
         self.sweep_inputs = list(swept.split(max(p.cuts)))
 
     def add_pieces(self, gradients: bool, numel: int) -> None:
-        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs; of that one their
-        own rows."""
+        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows."""
         p, (tokens, heads) = self.placement, self.key_shape
-        memory = self.sizes.memory
-        row = 2 * tokens * heads * self.layer.head_dim  # elements of k and v of a row
+        memory, D = self.sizes.memory, self.layer.head_dim
 
-        def piece(region: str, at: int, rows: int, dtype: torch.dtype) -> Pair:
-            shape = self.B, rows * tokens // self.B, heads, self.layer.head_dim
-            k, v = self.cut(region, at, (2, *shape), dtype)
+        def piece(memory: torch.Tensor, first: int, rows: int) -> Pair:
+            row = 2 * tokens * heads * D  # elements of k and v of a row
+            k, v = memory[first * row:(first + rows) * row].view(2, self.B, rows * tokens // self.B, heads, D)
             return k, v
+        keys, sums = (self.buffers[name].view(kind) for name, kind in (
+            ("keys", self.dtype), ("key_gradients", torch.float32)))
         for layer in range(p.n_layer):
             units = [Unit(layer, i) for i in range(p.subsequences)]
-            keys = [piece("keys", p.first_row(memory.keys(unit)) * row * self.dtype.itemsize,
-                          p.cuts[unit[1]], self.dtype) for unit in units]
-            sums = [piece("key_gradients", p.first_row(place_at(Region.SUMS, *unit)) * row * 4,
-                          p.cuts[unit[1]], torch.float32) for unit in units if gradients]
+            of_layer = [piece(keys, p.first_row(memory.keys(unit)), p.cuts[unit[1]]) for unit in units]
+            sums_of_layer = [piece(sums, p.first_row(place_at(Region.SUMS, *unit)), p.cuts[unit[1]])
+                             for unit in units if gradients]
             for n, unit in enumerate(units, 1):
-                self.keys[unit], self.sums[unit] = keys[:n], sums[:n]
+                self.keys[unit], self.sums[unit] = of_layer[:n], sums_of_layer[:n]
         if p.guests or p.lent:
-            self.lending = Lending(p, self.cut, piece, numel, row, self.dtype)
+            self.lending = Lending(self.sizes, self.buffers, piece, numel, self.dtype)
             self.keys |= self.lending.keys
             self.sums |= self.lending.sums
         for unit, s in self.units.items():
@@ -211,8 +206,7 @@ class Swap:
         return [sequence for t in of_rows(last, rows, self.key_shape[0]) for sequence in t]
 
     def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
-        """Finds the bytes of what a unit keeps, or of its input, that the host takes; or, `resident`, that
-        have a copy on the device."""
+        """Finds the bytes of what a unit keeps, or of its input, that go to the host; `resident`: stay."""
         s, p = self.units[part.unit], self.placement
         k = p.like[p.number[part.unit]]
         ranges = p.kept_bytes(k, self.tensors, resident) if resident else self.sizes.kept[k]
@@ -220,8 +214,7 @@ class Swap:
                 if (name == INPUT) == (part.content is Content.INPUT)]
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
-        """Finds for each step that copies [(bytes of a buffer, their bytes in the slab, or where they
-        stay)]."""
+        """Finds for each step that copies [(bytes of a buffer, those in the slab, or where they stay)]."""
         p, sizes, memory = self.placement, self.sizes, self.sizes.memory
         passes = self.passes
         copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
@@ -252,8 +245,7 @@ class Swap:
                 for step in copies}
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
-        """Finds where the input (n, C) of a unit lies for the sweep: it has come back there, or never left
-        the unit."""
+        """Finds where the input (n, C) of a unit lies for the sweep: it came back there, or never left."""
         x, swept = self.units[unit].x, self.sizes.memory.swept
         return self.sweep_inputs[swept[unit] % SWEEP_PLACES][:len(x)] if unit in swept else x
 
@@ -295,30 +287,28 @@ class Lending:
     """Where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest, and
     a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
 
-    `cut`: Swap.cut. `piece(region, byte, rows, dtype)` -> (k, v) there. `numel`: elements of a layer's
-    parameters; `row`: of keys and values of a row. `weights`, `gradients`: of a helper's two places, flat;
-    `turn`: which of them each guest's unit has. `keys`, `sums`: of a guest's unit, piece by piece, the last
-    one up to its own rows. `repaid`: {helper: place of gradients of the weights, and of sums of keys and
-    values, flat}."""
+    `piece(memory, first row, rows)` -> (k, v) there. `numel`: elements of a layer's parameters. `weights`,
+    `gradients`: of a helper's two places, flat; `turn`: which of them each guest's unit has. `keys`, `sums`:
+    of a guest's unit, piece by piece, the last one up to its own rows. `repaid`: {helper: place of gradients
+    of the weights, and of sums of keys and values, flat}."""
 
-    def __init__(self, placement: Placement, cut: Callable[..., torch.Tensor], piece: Callable[..., Pair],
-                 numel: int, row: int, dtype: torch.dtype) -> None:
-        p, rows, size, fp32 = placement, guest_rows(placement), dtype.itemsize, torch.float32
-        places = range(HELPER_PLACES) if p.guests else ()
-        self.weights = [cut("guest_weights", k * numel * size, (numel,), dtype) for k in places]
-        begins = [4 * k * (numel + rows * row) for k in places]
-        self.gradients = [cut("guest_gradients", at, (numel,), fp32) for at in begins]
-        self.turn = p.program.helper.turn
+    def __init__(self, sizes: Sizes, buffers: dict[str, torch.Tensor], piece: Callable[..., Pair], numel: int,
+                 dtype: torch.dtype) -> None:
+        p, self.turn = sizes.placement, sizes.memory.turn
+
+        def places(region: str, kind: torch.dtype) -> Sequence[torch.Tensor]:
+            return buffers[region].view(kind).chunk(HELPER_PLACES) if p.guests else ()
+        self.weights, keys = (places(region, dtype) for region in ("guest_weights", "guest_keys"))
+        gradients = places("guest_gradients", torch.float32)  # of weights, then of keys and values
+        self.gradients = [g[:numel] for g in gradients]
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         for unit, turn in self.turn.items():
             guest = p.guest_of[unit.subsequence]
             ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
-            for pieces, region, at, kind in (
-                    (self.keys, "guest_keys", turn * rows * row * size, dtype),
-                    (self.sums, "guest_gradients", begins[turn] + 4 * numel, fp32)):
-                pieces[unit] = [piece(region, at + first * row * kind.itemsize, end - first, kind)
-                                for first, end in pairwise(ends)]
-        sizes = {helper: numel + row * before for helper, before in repaid_rows(p).items()}
-        begins = [4 * at for at in accumulate(sizes.values(), initial=0)]
-        self.repaid = {helper: cut("repaid", at, (n,), fp32)
-                       for (helper, n), at in zip(sizes.items(), begins, strict=False)}
+            self.keys[unit], self.sums[unit] = (
+                [piece(memory, first, end - first) for first, end in pairwise(ends)]
+                for memory in (keys[turn], gradients[turn][numel:]))
+        lengths = {helper: numel + before * sizes.row_bytes[Content.SUMS] // 4
+                   for helper, before in repaid_rows(p).items()}
+        repaid = buffers["repaid"].view(torch.float32).split([*lengths.values()]) if p.lent else ()
+        self.repaid = dict(zip(lengths, repaid, strict=True))

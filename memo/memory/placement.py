@@ -33,9 +33,8 @@ class Placement(Surroundings, InOrder):
 
     Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
     (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. `input_only` swapped
-    units keep x alone and recompute their attention too: the earliest subsequences of all layers first, whose
-    attention costs least. The modes are points of this: keep (a buffer for each unit), recompute (one buffer,
-    x_stays, only inputs), swap and memo.
+    units keep x alone and recompute their attention too: the earliest subsequences of all layers first, where
+    it costs least. Modes: keep (a buffer for each unit), recompute (one, x_stays, only inputs), swap, memo.
 
     With several subsequences, `cuts`, keys and values are in none of these buffers, nor is the stream between
     layers (memo/schedule/program.py). Layer by layer a unit whose input is in a stream that is copied sends
@@ -56,8 +55,7 @@ class Placement(Surroundings, InOrder):
     dealt: int = 1
 
     def as_dict(self) -> dict[str, object]:
-        """Lists the fields for plan.json, but those that say nothing with one subsequence, with no copies
-        on the device, or in one stage."""
+        """Lists the fields for plan.json, but those that say nothing here."""
         silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come",
                                     "stays") if not getattr(self, name)}
         silent |= set() if self.several else {"cuts", "order", "keys", "stream", "dealt"}
@@ -109,8 +107,7 @@ class Placement(Surroundings, InOrder):
         return self.several and name in KEYS_VALUES
 
     def part(self, i: int, whole: int | tuple[int, ...]) -> int:
-        """Counts the rows of a unit of `lengths[i]`: its own number, or as large a part of its rows as
-        `whole` of all, in multiples of SPLIT_ROWS."""
+        """Counts rows of a unit of `lengths[i]`: whole[i], or as large a part of them as `whole` of all."""
         if isinstance(whole, tuple):
             return whole[i]
         return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
@@ -120,8 +117,7 @@ class Placement(Surroundings, InOrder):
         return self.part(i, self.kept.get(name, self.n_rows))
 
     def copied_rows(self, i: int, name: str, kept: int, resident: bool) -> int:
-        """Counts those of the `kept` rows that survive of such a unit that the host takes; or, `resident`,
-        that stay on the device."""
+        """Counts those of such a unit's `kept` rows that the host takes; or, `resident`, the device."""
         stay = min(kept, self.part(i, self.stays.get(name, 0)))
         return stay if resident else kept - stay
 
@@ -151,14 +147,12 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
-        """Keeps what buffers_of has found, by the number of the tensor's buffers and its rows that
-        survive."""
+        """Keeps what buffers_of has found, by the number of a tensor's buffers and its rows that survive."""
         return {}
 
     @cached_property
     def sizes_known(self) -> dict[int | str, int]:
-        """Keeps what AlphaProblem.device_bytes_at has found, by rows that survive; "beside": its
-        beside_bytes."""
+        """Keeps what AlphaProblem.device_bytes_at has found, by surviving rows; "beside": beside_bytes."""
         return {}
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
@@ -227,8 +221,7 @@ class Placement(Surroundings, InOrder):
         return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
 
     def sent_keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes that a unit sends to the host for each row of its keys and values, where these
-        leave."""
+        """Counts the bytes that a unit sends to the host for a row of keys and values, where they leave."""
         copied = self.several and self.keys == "copied"
         return self.keys_row_bytes(tensors) if copied else 0
 
@@ -293,9 +286,8 @@ class Placement(Surroundings, InOrder):
         return schedule(self.program if trains else replace(self.program, trains=False))
 
     def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Counts the bytes on the device of what is needed besides buffers: what stays; with several
-        subsequences keys and values, the fp32 sums of their gradients, the stream between two layers,
-        inputs for sweeps."""
+        """Counts the bytes on the device besides buffers: what stays; with several subsequences keys and
+        values, fp32 sums of their gradients, the stream between two layers, inputs for sweeps."""
         resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
         if not self.several:
             return resident
@@ -317,8 +309,7 @@ class Placement(Surroundings, InOrder):
         return t.nbytes // self.n_rows
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of the host slab: of all that is offloaded in one forward pass. `tensors`: of
-        all rows."""
+        """Counts the bytes of the host slab: of all that a forward offloads. `tensors`: of all rows."""
         return (self.stream_bytes(tensors) + sum(self.survivor_bytes(tensors).values())
                 + self.keys_bytes(tensors))
 

@@ -16,8 +16,7 @@ HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for
 
 
 class Sizes:
-    """Counts the bytes of parts. `tensors`: of one layer, all rows; `numel`: elements of a layer's
-    parameters, with padding."""
+    """Counts the bytes of parts. `tensors`: of a layer, all rows; `numel`: of its parameters, padded."""
 
     def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int = 0) -> None:
         p = self.placement = placement

@@ -79,8 +79,7 @@ class Mesh:
                 axis.group = group
 
     def take_sent_bytes(self) -> dict[str, int]:
-        """Counts {axis: bytes sent since the last call} of the axes with several ranks, with a pipeline's as
-        "pp", without `world`, which carries scalars."""
+        """Counts {axis: bytes sent since the last call} of several ranks, but `world`, which has scalars."""
         sent: dict[str, int] = {}
         for axis in self.over_network():
             if axis.size > 1 and axis is not self.world:
@@ -154,8 +153,7 @@ def options_of(name: str, backend: str) -> object:
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
               carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
     """Opens the Axis of the line that has this rank, if any; all ranks must call it. First messages of these
-    `kinds` take communicators' memory now, and find a network that carries none. `carrier`: its group, if
-    known."""
+    `kinds` take communicators' memory now, and try the network. `carrier`: the group, if there is one."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     members = next((line for line in lines if host.rank in line), [])
     ends = f", {members[0]} to {members[-1]}" if members else ""

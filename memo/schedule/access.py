@@ -21,8 +21,7 @@ from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 
 class Memory:
     """The places of a stage, and which step touches which. `states`: where parameters and gradients of layers
-    that stay are; None leaves them out, since until gradients are complete the compute stream alone touches
-    them."""
+    that stay are; None leaves these out: within a pass the compute stream alone touches them."""
 
     def __init__(self, program: Program, states: States | None = None) -> None:
         self.program, self.fates = program, program.fates
@@ -66,8 +65,7 @@ class Memory:
         return place_at(Region.STREAM, turn % STREAM_PLACES if self.in_turns else unit.subsequence)
 
     def above(self, unit: Unit) -> Place:
-        """Finds where a unit's output goes, and where the gradient of it comes from: with several
-        subsequences over its input."""
+        """Finds where a unit's output goes, and its gradient comes from: of several subsequences below()."""
         return self.below(unit) if self.several else self.input(Unit(unit.layer + 1, 0))
 
     def keys(self, unit: Unit) -> Place:
@@ -127,8 +125,7 @@ class Memory:
         return place_at(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, *unit)
 
     def prefix(self, unit: Unit, own: bool) -> Places:
-        """Keys and values that a unit's attention reads: of the subsequences before; with `own` its own
-        too."""
+        """Lists keys and values that a unit's attention reads: of those before, with `own` its own too."""
         layer, i = unit
         if not self.several:
             return []
@@ -300,8 +297,7 @@ class Memory:
         reads = self.prefix(unit, own=True)
         # the gradients of input and output take the places of these
         writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
-        # A unit that is not rebuilt has no rest rows if it is copied. With two buffers the same holds for all
-        # but the last one.
+        # a unit that is not rebuilt has no rest rows if it is copied; of two buffers none but the last one
         if k in fates.rebuilt or not (k in copied or (self.shares and k < len(self.units) - 1)):
             reads = [self.rest(unit), *reads]
         if unit in self.turn:

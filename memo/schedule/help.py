@@ -1,6 +1,5 @@
 """The steps with which stages of a pipeline compute rows for each other (memo/config/msp.py), in launch
-order: what a home lends to its helpers and gets back, and what a helper borrows, takes and returns. No torch.
-Source: SPPO 6.2.
+order: of a home, which lends to its helpers, and of a helper. No torch. Source: SPPO 6.2.
 
 A helper's units are units of its own program. Of each, messages, home to helper and helper to home:
 
@@ -14,9 +13,8 @@ A helper's units are units of its own program. Of each, messages, home to helper
     repay -> collect   REPAYMENT, in the backward: gradients of the weights, and of keys and values of the
                        subsequences before, which the home adds to its own, in a fixed order
 
-Pieces of a unit so follow each other within a layer, in the backward the last one first, and one helper
-computes while another one is a layer ahead. Helpers have two places for what comes early and for gradients,
-homes one for what each helper repays.
+Pieces of a unit so follow each other within a layer, in the backward the last one first; one helper computes
+while another is a layer ahead. Helpers have two places, homes one for what each helper repays.
 
 Two stages have a lane for each direction, which does what it is given in order. What is early or late takes
 turns with what others wait for: lend, pass, lend, pass; in the backward return, repay, return, repay. So the
@@ -93,8 +91,7 @@ class Home:
         yield self.step(Op.RECEIVE, Moved.RESULTS, layer, piece, back=True)
 
     def add(self, layer: int, x: int) -> Iterator[Step]:
-        """Yields what the home adds before the backward of one of its units, and what that makes room for;
-        layer -1 stands behind all."""
+        """Yields what a home adds before the backward of a unit, and what that makes room for; -1: behind."""
         pieces = self.of(x)
         turns = max((piece.turns for piece in pieces), default=1)
         for turn in range(self.layers) if pieces else ():

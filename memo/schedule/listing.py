@@ -25,8 +25,7 @@ class Few(NamedTuple):
 
 
 def shortened(program: Program) -> Few:
-    """Leaves the middle layers and subsequences out. With MSP, and where the layers are too few for what is
-    copied, all subsequences stay."""
+    """Leaves middle layers and subsequences out: of these none with MSP, or too few layers for copies."""
     fates = program.fates
 
     def needed(several: list[int]) -> int:

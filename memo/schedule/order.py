@@ -12,8 +12,7 @@ STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent 
 
 
 def keys_below(unit: Unit) -> Unit:
-    """Finds the unit whose keys and values had the place of this one's before; its layer is negative where
-    there is none."""
+    """Finds whose keys and values had the place of this unit's before; a negative layer where none had."""
     layer, i = unit
     return Unit(layer - (1 if i else 2), i)
 
@@ -64,8 +63,7 @@ class ForwardOrder:
     @cached_property
     def stream_leaves(self) -> list[Unit]:
         """Lists the units of which what lies below them leaves the device, and its gradient, where the stream
-        is copied; of layer `layers`, which is no unit: the gradient alone, that the head makes. Those of the
-        last subsequences stay in their places."""
+        is copied; of layer `layers`, no unit, the head's gradients, but for the last STREAM_PLACES."""
         heads = [Unit(self.layers, i) for i in range(self.subsequences - STREAM_PLACES)]
         return [unit for unit in self.units if unit.layer > 0 and self.by == "layer"] + heads
 

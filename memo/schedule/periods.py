@@ -3,8 +3,7 @@
 Where layers of one kind follow each other, a simulation soon is in a steady state: all steps of a layer come
 so much later (in the backward: earlier) than those of the layer below. Each more such layer then adds just
 that. A step waits for nothing that is more than a few layers away, its reach; so a state is steady where as
-many layers in a row keep that distance, all steps of them, copies too. Where no state is steady, all layers
-are simulated.
+many layers in a row keep that distance, in all their steps. Without a steady state all layers are simulated.
 """
 
 from collections.abc import Callable
@@ -95,8 +94,7 @@ def steps_of_all(few: Program, like: tuple[int, ...]) -> dict[Step, Step]:
 
 
 def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
-    """Finds what one more layer adds beside those from `first` to `last`; None where these are in no
-    steady state."""
+    """Finds what a layer more adds to those from `first` to `last`; None: they are in no steady state."""
     ends: list[dict[Step, float]] = [{} for _ in range(first, last + 1)]  # as of layer 0
     computing = 0.0
     for step, (start, end) in times.spans.items():

@@ -8,15 +8,13 @@ A unit is one layer at one subsequence. Units are computed in order, one buffer 
     backward   the last n units are still in their buffers; when unit k is done, the prefetch stream refills
                its buffer with unit k - n, while the units between compute
 
-`memo` and `swap` have n = 2 (or more where the device has room), `keep` has a buffer for each unit,
-`recompute` has one: then nothing is copied.
+`memo` and `swap` have n = 2 or more, `keep` has a buffer for each unit, `recompute` one: both copy nothing.
 
 With several subsequences a unit reads the keys and values of its layer's earlier subsequences. Layer by layer
 they have the places of one layer, which the next layer takes over piece by piece: a piece leaves for the
 slab, and comes back when the backward of the layer above has used up the one that lies there; or a sweep
 makes it again from the layer's input, right behind that backward. The first piece has two places, for even
-and for odd layers: a layer's first backward unit reads all pieces, while the layer above still needs its own
-first one.
+and odd layers: a layer's first backward unit reads all pieces while the layer above still needs its first.
 
 What lies between two layers, the stream, is whole on the device or has a few places there, which units take
 in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input, leaves
@@ -56,8 +54,7 @@ class Surroundings:
     `stream` between layers is "whole", "copied" or, with a few places that are sent, "passed". `receives`:
     another stage sends the input of the first layer; `sends`: one takes the output of the last. `guests`:
     what the stage computes for others; `lent`: what others compute for it (memo/schedule/help.py).
-    `layers_come`: the layers' parameters are on the device only while they are needed; `edges_come`: the
-    edges' too.
+    `layers_come`: the layers' parameters are on the device only while needed; `edges_come`: the edges' too.
     """
 
     keys: str = "stay"
@@ -75,8 +72,7 @@ class Fates(Surroundings):
     """What becomes of the units' activations, each unit by its place in the order of the forward.
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
-    `input_only`: of these nothing but the input survives. `x_stays`: the inputs of all units stay on the
-    device.
+    `input_only`: of these nothing but the input survives. `x_stays`: all units' inputs stay on the device.
     """
 
     n_buffers: int
@@ -117,8 +113,7 @@ class Program(InOrder):
             yield from self.backward()
 
     def of_few(self, layers: Sequence[int], subsequences: Sequence[int]) -> "Program":
-        """Makes the program of some of the layers and subsequences. Each unit keeps its fate, but that the
-        last n_buffers units are not copied."""
+        """Makes the program of some layers and subsequences: of like units, the last n_buffers not copied."""
         f = self.fates
         assert len(subsequences) == self.subsequences or not (f.guests or f.lent)  # guests have their numbers
         guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
@@ -154,8 +149,7 @@ class Program(InOrder):
 
     @cached_property
     def streamed(self) -> set[Unit]:
-        """Collects the units of which what lies below them comes from the host, and its gradient goes
-        there."""
+        """Collects the units of which what lies below comes from the host, where its gradient goes."""
         copied = self.fates.stream == "copied" and self.several
         return {*self.forward_order.stream_leaves} if copied else set()
 
@@ -171,8 +165,7 @@ class Program(InOrder):
         return [] if self.fates.x_stays else [unit for unit in swept if self.number[unit] in self.copied]
 
     def swept_behind(self, unit: Unit) -> list[Unit]:
-        """Lists the unit whose keys and values a sweep makes behind the backward of another one, of the layer
-        above: none where they are still there."""
+        """Lists the unit whose keys a sweep makes behind the backward of that above; none: they are there."""
         if self.keys != "made" or not unit.layer:
             return []
         below = Unit(unit.layer - 1, unit.subsequence)
@@ -192,8 +185,7 @@ class Program(InOrder):
         return Helper(self.fates.guests, self.units, self.subsequences)
 
     def streams_output(self, unit: Unit) -> bool:
-        """Says whether a unit's output goes to the host, or in training the head's gradient, and the
-        gradient comes from there."""
+        """Says whether a unit's output goes to the host, or the head's gradient, and gradients come back."""
         return (unit.layer + 1, unit.subsequence) in self.streamed and (
             self.trains or unit.layer < self.layers - 1)
 

@@ -20,8 +20,7 @@ Lane = tuple[int, str]  # a stage and one of its streams
 
 
 class Times(NamedTuple):
-    """When each step begins and ends, in seconds, and the seconds that the compute stream waited for
-    copies."""
+    """When each step begins and ends, and how long the compute stream waited for copies, in seconds."""
 
     spans: dict[Step, tuple[float, float]]
     stall_s: float
@@ -70,8 +69,7 @@ def kind_of(stage: int, step: Step) -> tuple[object, ...]:
 
 
 class Stages:
-    """All stages, each somewhere in its schedule. seconds(stage, step): a message takes those of its
-    sender."""
+    """All stages, each somewhere in its schedule. A message takes seconds(stage, step) of its sender."""
 
     def __init__(self, schedules: Sequence[Schedule], seconds: Callable[[int, Step], float]) -> None:
         self.seconds = seconds
@@ -100,8 +98,7 @@ class Stages:
         return [Times(spans, stall) for spans, stall in zip(self.spans, self.stall_s, strict=True)]
 
     def advance(self, lane: Lane) -> list[tuple[int, Step]]:
-        """Does the lane's next step and, if that is a message, its other end; returns what was done,
-        nothing if the step has to wait."""
+        """Does the lane's next step, of a message both ends; returns what was done: nothing if it waits."""
         stage, _ = lane
         (step, waits), spans = self.lanes[lane][0], self.spans[stage]
         start = before = self.free[lane]
@@ -164,16 +161,14 @@ class Stages:
 
 def times_of_stages(schedules: Sequence[Schedule],
                     seconds: Callable[[int, Step], float]) -> list[Times]:
-    """Simulates all stages on one clock. Errors: ValueError: a message that meets another one, or none;
-    stages that wait for each other."""
+    """Simulates all stages on one clock. Errors: ValueError: messages that do not meet, waits in a circle."""
     return Stages(schedules, seconds).run()
 
 
 def in_one_order(schedules: Sequence[Schedule]) -> list[Schedule]:
-    """Sort the steps of each stage by when they begin if each takes as long, the forward's first -> schedules
-    in which the messages of all stages have one order. So they meet even where a stage does its messages one
-    after the other, whatever their communicators: each of several streams does its steps in the order as
-    before. Errors: as times_of_stages()."""
+    """Sorts the steps of each stage by when they begin if each takes as long, the forward's first, so that
+    the messages of all stages have one order: they meet even where a stage does one after the other, whatever
+    their communicators. Each stream does its steps in the order as before. Errors: as times_of_stages()."""
     def ordered(stage: int, steps: Schedule, spans: dict[Step, tuple[float, float]]) -> Schedule:
         def place(step: Step) -> tuple[object, ...]:
             if (end := other_end(stage, step)) is None:

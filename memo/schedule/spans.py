@@ -13,8 +13,7 @@ from memo.schedule.waits import Schedule
 
 
 class Span(NamedTuple):
-    """What ran when. `kind`: launch; wait, for a copy; bubble, a wait for another stage; ranks, a wait for
-    those that hold the same parameters."""
+    """What ran when. `kind`: launch, or wait, for a copy; bubble, a wait for a stage; ranks, for replicas."""
 
     stream: str
     kind: str
@@ -46,8 +45,7 @@ def stall_s(spans: Iterable[Span]) -> float:
 
 
 def busy_s(spans: Iterable[Span]) -> float:
-    """Sums the seconds that the compute stream computed, or waited for a copy, or for ranks that hold the
-    same."""
+    """Sums the seconds that the compute stream computed, or waited for a copy or for replicas."""
     return spent_s(spans, "launch", "wait", "ranks")
 
 
@@ -77,8 +75,7 @@ def simulated_spans(steps: Schedule, times: Times) -> list[Span]:
 
 def sent_and_received(sender: Iterable[Span], receiver: Iterable[Span],
                       what: str = "") -> list[tuple[Span, Span]]:
-    """Pairs the ends of each message from a stage to its neighbour, in order. `what`: " gradient" of
-    gradients."""
+    """Pairs the ends of each message to a neighbour, in order. `what`: " gradient" of gradients."""
     def ends(spans: Iterable[Span], kind: str) -> list[Span]:
         return [s for s in spans if s.kind == "launch" and s.label.rpartition(" ")[0] == kind + what]
     return list(zip(ends(sender, "send"), ends(receiver, "receive"), strict=True))

@@ -29,8 +29,7 @@ class States:
 
     `come`: the layers that are on the device only while they are needed; `in_turns`: of the others those
     whose gradients have two places in turns. `reduces`: whether several ranks hold the same parameters.
-    `on_host`: whether the optimizer is; `apart`: whether new parameters have places of their own on the host,
-    which gradients do not take.
+    `on_host`: whether the optimizer is; `apart`: whether new parameters do not come from where gradients lie.
     """
 
     layers: int

@@ -4,8 +4,7 @@ another one back until it is reached. On the CPU a stream is a worker thread, or
 The stream of messages among ranks ends its work when a library says so; on the CPU the caller starts each.
 The optimizer's, where that is on the host, is a thread beside a GPU too.
 
-Launches that have a label, and waits, leave spans in the streams' Timeline: that is where stalls are read and
-pictures come from.
+Launches that have a label, and waits, leave spans in the streams' Timeline, for stalls and pictures.
 """
 
 import threading
@@ -36,8 +35,7 @@ class TimedMark(Mark, Protocol):
 
 
 class Event:
-    """A point in a stream, set anew by each record(). `mark` is what a wait() that is called now waits
-    for. `kind`: of the Span of such a wait."""
+    """A point in a stream, set anew by each record(): `mark`. `kind`: of the Span of a wait for it."""
 
     def __init__(self, name: str, kind: str = "wait") -> None:
         self.name, self.kind = name, kind
@@ -45,8 +43,7 @@ class Event:
 
 
 class Timeline:
-    """What ran when since the last take(): spans of two marks each, read once the device is done with
-    them."""
+    """What ran when since the last take(): spans of two marks each, read when the device is done."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, str, TimedMark, TimedMark]] = []
@@ -79,8 +76,7 @@ class Untimed(Timeline):
 
 
 class TimedStream(Protocol):
-    """What both kinds of stream have in common. mark() marks a point in it, start() hands it work, hold() is
-    a wait without a span."""
+    """What both kinds of stream have in common. start() hands it work, hold() is a wait without a span."""
 
     name: str
     timeline: Timeline
@@ -178,11 +174,9 @@ class CpuMark:
 
 
 class CpuStream(TimedStream):
-    """A worker thread; with `threaded=False` the calling thread, where everything is done when the call
-    returns.
+    """A worker thread; with `threaded=False` the calling one, where all is done when a call returns.
 
-    An exception ends a worker's work but not its marks, so that nobody waits for ever: whoever waits for one
-    gets it.
+    An exception ends a worker's work but not its marks: whoever waits for one gets it.
     """
 
     def __init__(self, name: str, timeline: Timeline, threaded: bool = True) -> None:
@@ -290,9 +284,8 @@ AnyStream = Stream | CpuMessages
 
 
 class Streams(NamedTuple):
-    """Holds the streams of a device. `others`, by name: "send", "receive" and lanes such as "to 1" carry
-    messages between stages, "replicas" those among the ranks that hold the same parameters; "optimizer" is
-    the host's."""
+    """Holds the streams of a device. `others`, by name: "send", "receive" and lanes such as "to 1" between
+    stages; "replicas", for ranks that hold the same parameters; "optimizer", the host's."""
 
     compute: Stream
     offload: Stream
@@ -311,8 +304,7 @@ def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[s
     cpu, timeline = device.type == "cpu", Timeline()
 
     def opened(name: str) -> Stream:
-        # of high priority: torch has a pool of 32 of these, which communicators take none of; two names that
-        # shared one would wait for each other
+        # of high priority: torch has a pool of 32 of these, and communicators take none: no two names share
         return CpuStream(name, timeline) if cpu else CudaStream(name, timeline, torch.cuda.Stream(device, -1))
     compute: Stream = CpuStream("compute", timeline, threaded=False)
     if not cpu:

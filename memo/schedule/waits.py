@@ -16,8 +16,7 @@ from memo.schedule.program import Program
 from memo.schedule.states import States
 from memo.schedule.step import Step
 
-# in launch order, for each step: the steps of other streams that must be done before, and the place that the
-# wait for each protects
+# {step of another stream that must be done before: the place that this protects}, for steps in launch order
 Waits = Mapping[Step, Place]
 Schedule = Mapping[Step, Waits]
 # {stream: the number of its last step that is done for certain}; of several passes before: (pass, stream)
@@ -168,12 +167,8 @@ def compute_only(steps: Schedule) -> Schedule:
 
 class Passes(NamedTuple):
     """The schedules of a run, in parts that are launched at once. Passes follow each other in any order, so a
-    step also waits for what each of them may have left. Where it waits for a step that its own pass launches
-    later, that of an earlier pass is meant.
-
-    `last_backward`: of a step's last micro batch, which sends gradients away, and which `clip` and `update`
-    follow.
-    """
+    step also waits for what each of them may have left: a step that its own pass launches later is an earlier
+    pass's. `last_backward`: of the last micro batch, which sends gradients away; `clip`, `update` follow."""
 
     evaluation: Schedule
     forward: Schedule = {}

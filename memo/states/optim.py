@@ -1,5 +1,4 @@
-"""AdamW over the flat buffers, sharded over the data ranks (ZeRO-1): fp32 master weights, decoupled weight
-decay on matrices only, one global norm.
+"""AdamW, sharded over the data ranks (ZeRO-1): fp32 master weights, weight decay of matrices, a global norm.
 
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
 piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Two
@@ -8,8 +7,7 @@ cover local tokens only, over tp.
 
 With optimizer_device=cpu states and steps are the host's: see memo/states/staging.py. With states=sharded a
 layer's sums of gradients are kept in pieces, and its parameters made of the master weights when they are
-needed; with states=host both come from the host. Source: ZeRO (arXiv 1910.02054), stage 1; 2 and 3 for
-states=sharded.
+needed (stages 2 and 3); with states=host both come from the host. Source: ZeRO (arXiv 1910.02054).
 """
 
 from collections import defaultdict
