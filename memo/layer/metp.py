@@ -54,8 +54,8 @@ def own_and_others(matmul: Matmul, own: Parts, visits: Visits) -> Iterator[Parts
     return chain([own], map(arrived, visits))
 
 
-def metp_mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed,
-                     residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, residual: torch.Tensor,
+                out: torch.Tensor) -> torch.Tensor:
     """Writes out (n, C) = residual + the MLP of x without its last bias, where normed(r) gives rows r of x
     (n, C). `own`: the rank's part of the matrices, which `visits` carries. Source: METP, algorithm 1."""
     for part in own_and_others(matmul, own, visits):
@@ -70,8 +70,8 @@ def metp_mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, norme
     return out
 
 
-def metp_mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, dy: torch.Tensor,
-                      dws: Mapping[str, torch.Tensor], dx: torch.Tensor) -> Hop | None:
+def mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, dy: torch.Tensor,
+                 dws: Mapping[str, torch.Tensor], dx: torch.Tensor) -> Hop | None:
     """Writes the gradient of x over dx (n, C), and adds what the rank's rows give to the gradients `dws` of
     its matrices. What other ranks' rows give comes in the Works, to be added. Source: METP, algorithm 2."""
     travelling: Hop | None = None  # gradients of the part that comes next, at last those of the own one
@@ -80,7 +80,8 @@ def metp_mlp_backward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, norm
         gradients = dws if first else dict(zip(dws, map(torch.zeros_like, dws.values()), strict=True))
         part_backward(matmul, mlp, part, gradients, normed, dy, dx, write=first)
         if travelling is not None:
-            add_all(gradients.values(), travelling.wait())  # of the ranks where the part was before
+            # of the ranks where the part was before
+            torch._foreach_add_([*gradients.values()], travelling.wait())
         if not first:
             travelling = visits.axis.shift(*gradients.values())
         del part, gradients  # before the next hop takes memory
@@ -107,11 +108,6 @@ def part_backward(matmul: Matmul, mlp: Mlp, part: Parts, gradients: Mapping[str,
         del x, hidden, d, d_  # before the next piece's
 
 
-def add_all(sums: Iterable[torch.Tensor], more: Iterable[torch.Tensor]) -> None:
-    for a, b in zip(sums, more, strict=True):
-        a += b
-
-
 # --- attention: by groups of heads ---
 
 class Heads(NamedTuple):
@@ -127,15 +123,14 @@ class Heads(NamedTuple):
         heads = self.kv if name[0] in "kv" else self.q
         return int(name == "proj_w"), heads.start * D, heads.stop * D
 
-    def shape_of(self, part: torch.Tensor, name: str, D: int) -> list[int]:
-        """Computes the shape of the group's columns of a parameter, of which a rank holds `part`."""
+    def columns(self, held: torch.Tensor, name: str, D: int, alone: bool,
+                new: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+        """Takes memory new(shape) for the group's columns of a parameter, or of its gradient, of which the
+        rank holds the part `held`; views them where it holds all, `alone`."""
         dim, first, end = self.range_of(name, D)
-        return [end - first if d == dim else n for d, n in enumerate(part.shape)]
-
-    def own_columns(self, whole: torch.Tensor, name: str, D: int) -> torch.Tensor:
-        """Views the group's columns of a parameter, or of its gradient, that one rank holds alone."""
-        dim, first, end = self.range_of(name, D)
-        return whole.narrow(dim, first, end - first)
+        if alone:
+            return held.narrow(dim, first, end - first)
+        return new([end - first if d == dim else n for d, n in enumerate(held.shape)])
 
     def shares(self, group: torch.Tensor, held: torch.Tensor, name: str,
                D: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -176,15 +171,12 @@ class Matrices(UserDict[str, Part]):
 
 def start_broadcasts(matmul: Matmul, axis: Axis, own: Mapping[str, Part], group: Heads, D: int) -> Matrices:
     """Sends the Matrices of a group to all ranks. `own`: {name of a parameter: the rank's part}."""
-    matrices = Matrices()
+    matrices, alone = Matrices(), axis.size == 1
     for name, part in own.items():
         carried = matmul.carried(part)
-        if axis.size == 1:
-            matrices[name] = matmul.arrived(group.own_columns(carried, name, D), part)
-            continue
-        columns = carried.new_empty(group.shape_of(carried, name, D))
+        columns = group.columns(carried, name, D, alone, carried.new_empty)
         matrices[name] = matmul.arrived(columns, part)
-        for rank, share, own_share in group.shares(columns, carried, name, D):
+        for rank, share, own_share in () if alone else group.shares(columns, carried, name, D):
             if rank == axis.rank:
                 share.copy_(own_share)
             matrices.works[name[0]].append(axis.start_broadcast(share, rank))
@@ -255,10 +247,8 @@ class Reductions:
 
     def places(self, group: Heads, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Makes {name: fp32 tensor to add the group's gradient to}."""
-        own = {name: getattr(self.dw, name) for name in names}
-        if self.axis.size > 1:
-            return {name: dw.new_zeros(group.shape_of(dw, name, self.D)) for name, dw in own.items()}
-        return {name: group.own_columns(dw, name, self.D) for name, dw in own.items()}
+        own, alone = {name: getattr(self.dw, name) for name in names}, self.axis.size == 1
+        return {name: group.columns(dw, name, self.D, alone, dw.new_zeros) for name, dw in own.items()}
 
     def start(self, group: Heads, places: dict[str, torch.Tensor], *names: str) -> None:
         """Takes these gradients, where there are such, out of `places`, and sends them to other ranks."""

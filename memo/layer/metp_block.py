@@ -21,23 +21,12 @@ from memo.config.layer import head_groups, layer_of, makes_queries_early
 from memo.kernels.attention import Gradients
 from memo.kernels.matmul import Part, RowGradients, Rows, matmul_of
 from memo.kernels.ops import Ops
+from memo.layer import metp
 from memo.layer.activations import Activations, Pieces, Weights
 from memo.layer.attend import Attention, Meanwhile, of_heads, start_keys
 from memo.layer.attention import LayerAttention
 from memo.layer.block import EVERY_ROW, NO_ROWS
-from memo.layer.metp import (
-    Ahead,
-    Heads,
-    Matrices,
-    Projection,
-    Reductions,
-    add_all,
-    groups_of_heads,
-    metp_mlp_backward,
-    metp_mlp_forward,
-    row_pieces,
-    start_broadcasts,
-)
+from memo.layer.metp import Ahead, Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward
@@ -57,7 +46,7 @@ class MetpBlock:
         self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
         layer, self.eps, self.has_mean = layer_of(cfg), cfg.norm_eps, cfg.norm == "layernorm"
-        self.groups = groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
+        self.groups = metp.groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.early = makes_queries_early(cfg)
         # keys leave first; the last product of a group that waits for a message is that of the queries
         self.projections = [name for name in ("k_w", "k_b", "v_w", "v_b", "q_w", "q_b")
@@ -160,16 +149,17 @@ class MetpBlock:
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, s, normed, matrices, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: Activations, own: dict[str, Part], r: slice) -> Projection:
+    def projected(self, s: Activations, own: dict[str, Part], r: slice) -> metp.Projection:
         """Starts the projection: rows r of mid, from x and attn_out. Part by part of the ranks' heads, not
         group by group as in the paper: there would be more sums."""
-        return Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], s.x[r], s.attn_out[r], s.mid[r])
+        x, a, mid = s.x[r], s.attn_out[r], s.mid[r]
+        return metp.Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], x, a, mid)
 
     def mlp_half(self, s: Activations, own: dict[str, Part], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp_mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, s.mid, out)
+        metp.mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, s.mid, out)
         _, bias = self.mlp.last_linear(own)
         return out if bias is None else out.add_(bias)
 
@@ -191,7 +181,7 @@ class MetpBlock:
         mean, rstd = self.statistics(s.mid)
         bias_backward(dy, self.mlp.last_linear(vars(dw))[1])
         normed = partial(self.normed, "ln2", s.mid, mean, rstd)
-        home = metp_mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dy,
+        home = metp.mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dy,
                                  self.mlp_parts(vars(dw)), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
@@ -206,7 +196,7 @@ class MetpBlock:
         # nothing needs mid any more
         normed = matmul.rows(self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)[None])
         bias_backward(dy, dw.proj_b)
-        home = Reductions(self.tp, self.dw, self.attention.head_dim)
+        home = metp.Reductions(self.tp, self.dw, self.attention.head_dim)
         keys = self.groups_ahead(coming, s, normed)
         ahead = Ahead(map(partial(self.with_queries, taken, s, normed), keys))
 
@@ -238,7 +228,7 @@ class MetpBlock:
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
-            add_all(self.mlp_parts(vars(dw)).values(), mlp_home.wait())
+            torch._foreach_add_([*self.mlp_parts(vars(dw)).values()], mlp_home.wait())
         return s.x
 
     def with_queries(self, dy: RowGradients, s: Activations, normed: Rows,
@@ -255,7 +245,7 @@ class MetpBlock:
         return heads, matrices, kv, others, q, dout
 
     def send_projection_gradient(self, heads: Heads, dy: RowGradients, s: Activations,
-                                 home: Reductions) -> None:
+                                 home: metp.Reductions) -> None:
         """Sends off a group of heads' gradient of the projection's matrix."""
         D, places = self.attention.head_dim, home.places(heads, ["proj_w"])
         columns = s.attn_out[:, heads.q.start * D:heads.q.stop * D]
@@ -264,7 +254,7 @@ class MetpBlock:
         home.start(heads, places, "proj_w")
 
     def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], s: Activations, normed: Rows,
-                           home: Reductions) -> None:
+                           home: metp.Reductions) -> None:
         """Turns the gradients of q, k, v of a group, `parts`, back; sends off those of their matrices."""
         places = home.places(heads, self.names_of("".join(parts)))
         for name, g in parts.items():
@@ -313,7 +303,7 @@ class MetpBlock:
         come with the groups of keys_at(group) alone. behind(group) is called when a group's are posted."""
         def start(group: Heads) -> Group:
             wanted = {name: own[name] for name in names if name[0] not in "kv" or keys_at(group)}
-            matrices = start_broadcasts(self.matmul, self.tp, wanted, group, self.attention.head_dim)
+            matrices = metp.start_broadcasts(self.matmul, self.tp, wanted, group, self.attention.head_dim)
             behind(group)
             return group, matrices
         return Ahead(map(start, self.groups), ahead=1)
