@@ -2,15 +2,14 @@
 memo.profiler --calibrate`); of a run's own layer, states and copies, before its first step, for the alpha
 program.
 
-Operations are those that a run calls (memo/kernels/ops.py, memo/parallel/tp.py, memo/states/optim.py), at
-several sizes, each timed on all ranks together; the slowest rank's figure counts. Messages follow products
-there: what they add to these counts (seconds_of). Measuring a block overwrites its buffers, and its
-gradients.
+Operations are those that a run calls, at several sizes, each timed on all ranks together; the slowest rank's
+figure counts. Measuring a block overwrites its buffers, and its gradients.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, suppress
 from functools import partial
 
 import torch
@@ -33,6 +32,7 @@ from memo.memory.slab import HostSlab, available
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena, NoArena, Unavailable
 from memo.schedule.step import Unit
+from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.states.optim import Optimizer, adamw_step
 from memo.states.passes import Model
 from memo.states.protocols import LayerBlock
@@ -112,15 +112,15 @@ def seconds_of(times: Timings) -> float:
 
 def open_arena(device: torch.device) -> Arena | NoArena:
     """Opens the arena of temporary tensors, as a run has it."""
-    try:
+    with suppress(Unavailable):
         return Arena(device)
-    except Unavailable:
-        return NoArena()
+    return NoArena()
 
 
 def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
             with_fp8: bool = False) -> dict[str, Job]:
-    """Makes {operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w."""
+    """Makes {operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w; with_fp8
+    also of these in FP8, of operands that are rounded before."""
     x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
     w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
@@ -128,33 +128,26 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
         product(x, w.t(), out=y)
         product(y, w, out=dx)
         accumulate_product(dw, y[0].t(), x[0])
-    calls: dict[str, Call] = {"matmul": products}
+    flops = 6 * rows * size * size
+    jobs: dict[str, Job] = {"matmul": (products, flops)}
     if with_fp8:
-        calls["matmul fp8"] = fp8_products(x, y, dx, w, dw)
-    return {op: (call, 6 * rows * size * size) for op, call in calls.items()}
+        xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
+        dyq, operands = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2), fp8.gradient_operands(g, xq)
 
-
-def fp8_products(x: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, w: torch.Tensor,
-                 dw: torch.Tensor) -> Call:
-    """Makes the call of the three products of matmuls() in FP8; what they multiply is rounded before."""
-    xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
-    dyq = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2)
-    operands = fp8.gradient_operands(g, xq)
-
-    def products() -> None:
-        fp8.products(xq.q, xq.scale, matrix, y, fast=True)
-        fp8.products(dyq, g.scale, matrix.t(), dx)
-        fp8.add_product(dw, *operands)
-    return products
+        def fp8_products() -> None:
+            fp8.products(xq.q, xq.scale, matrix, y, fast=True)
+            fp8.products(dyq, g.scale, matrix.t(), dx)
+            fp8.add_product(dw, *operands)
+        jobs["matmul fp8"] = fp8_products, flops
+    return jobs
 
 
 def has_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     """Says whether FP8 products run on a device beside others in a dtype."""
-    try:
+    with suppress(ConfigError):
         check_matmul(Config(matmul="fp8"), gpu_facts(device)["capability"], dtype.itemsize)
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def row_passes(nbytes: int, dtype: torch.dtype, device: torch.device) -> dict[str, Job]:
@@ -214,39 +207,41 @@ def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
             "reduce": (lambda: axis.start_reduce(x, 0).wait(), x.nbytes)}
 
 
-def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
-    """Measures the bytes per second of each direction between a GPU and the host, while all ranks copy in
-    both, as a run with several subsequences does; on a CPU in one."""
-    buffers, slab = torch.zeros(2, nbytes, dtype=torch.uint8, device=device), HostSlab(2 * nbytes, device)
-    kept = slab.bytes.view(2, nbytes)
-    lanes: list[AbstractContextManager[None]] = [nullcontext()]
-    if device.type == "cuda":
-        lanes = [torch.cuda.stream(torch.cuda.Stream(device)) for _ in range(2)]
-
-    def copy() -> None:
-        for lane, pair in zip(lanes, [(kept[0], buffers[0]), (buffers[1], kept[1])], strict=False):
-            with lane:
-                copy_bytes([pair])
+def copy_rates(buffer: torch.Tensor, streams: Streams, pin: bool, host: Axis) -> tuple[float, float]:
+    """Measures bytes per second (device to host, host to device), both directions busy at once, between a
+    `buffer` of bytes and a host block of its own; all ranks of `host` copy at once."""
+    nbytes: int = min(STAGING_BYTES, len(buffer) // 2)
+    slab = HostSlab(2 * nbytes, buffer.device, pin)
+    to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]
+    to_device = [(buffer[-nbytes:], slab.bytes[-nbytes:])]
+    host.max(0)  # ranks that share a link, or a host's memory, begin when all of them are ready
     try:
-        return nbytes / fastest_seconds(copy, device, host)
+        for _ in range(4):  # the first one warms up
+            streams.offload.launch("measure", copy_bytes, to_host)
+            streams.prefetch.launch("measure", copy_bytes, to_device)
     finally:
+        streams.offload.synchronize()
+        streams.prefetch.synchronize()
         slab.close()
+    spans = streams.timeline.take()
+
+    def rate(stream: str) -> float:
+        copies = [s for s in spans if (s.label, s.stream) == ("measure", stream)][1:]
+        return len(copies) * nbytes / (copies[-1].end_s - copies[0].start_s)
+    return rate("offload"), rate("prefetch")
+
+
+def copy_rate(nbytes: int, device: torch.device, host: Axis) -> float:
+    """Measures copy_rates() of so many bytes each way, of the slower direction on the slowest rank."""
+    streams = open_streams(device)
+    rates = copy_rates(torch.zeros(2 * nbytes, dtype=torch.uint8, device=device), streams, True, host)
+    close_streams(streams)
+    return -host.max(-min(rates))[0]
 
 
 def counted(op: str) -> str:
     """Says what the speed of an operation counts."""
     return "FLOPs" if op.startswith(("matmul", "attention")) else "bytes"
-
-
-def speeds_of(amounts: dict[tuple[str, float], float],
-              least: dict[tuple[str, float], Timings]) -> dict[str, list[hardware.Point]]:
-    """Divides the amount of each (operation, size) by its seconds -> {operation: points by size}."""
-    table: dict[str, list[hardware.Point]] = {}
-    for op, size in sorted(least):
-        table.setdefault(op, []).append((size, amounts[op, size] / seconds_of(least[op, size])))
-    table["memory"] = table["copy"]
-    table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
-    return table
 
 
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
@@ -282,7 +277,11 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             computing, _ = matmuls(1024 if cuda else 128, rows, dtype, device)["matmul"]
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
                 measure(messages(nbytes, axis, device), None, nbytes, computing)
-    table = speeds_of(amounts, least)
+    table = defaultdict[str, list[hardware.Point]](list)
+    for op, size in sorted(least):
+        table[op].append((size, amounts[op, size] / seconds_of(least[op, size])))
+    table["memory"] = table["copy"]
+    table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
     tiny = torch.zeros(1, device=device)
     name, free = device_name(device), int(min(host.max(available())))
@@ -295,8 +294,7 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                     memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
                     peak_flops_per_s=hardware.peak_flops_per_s(name), **gpu_facts(device))
     if axis.rank == 0:
-        path = hardware.calibration_path(axis.size)
-        keep(readable_json(measured).encode(), path)
+        keep(readable_json(measured).encode(), hardware.calibration_path(axis.size))
     return measured
 
 
@@ -314,18 +312,16 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host
 
     def recompute_s(tensors: Iterable[str]) -> float:  # of all rows of these, and none of the others
         rows = dict.fromkeys(tensors, slice(None))
-        return least_seconds(device, partial(block.recompute, s, rows), host=host)
+        return max(0.0, least_seconds(device, partial(block.recompute, s, rows), host=host) - launches_s)
 
     refill()  # untimed: libraries load, attention's kernels are chosen
     forward_s = least_seconds(device, forward, host=host)
+    launches_s = 0.0
     launches_s = recompute_s(())
-    groups_s = {name: max(0.0, recompute_s(tensors) - launches_s)
-                for name, tensors in groups_of(swap.tensors).items()}
-    attention_s, sweep_s, p = 0.0, 0.0, swap.placement
-    if p.several or p.layers_come:
-        attention_s = max(0.0, recompute_s((ATTENTION,)) - launches_s)
-    if p.several:
-        sweep_s = least_seconds(device, partial(block.sweep, s, s.x), host=host)
+    groups_s = {name: recompute_s(tensors) for name, tensors in groups_of(swap.tensors).items()}
+    p = swap.placement
+    attention_s = recompute_s((ATTENTION,)) if p.several or p.layers_come else 0.0
+    sweep_s = least_seconds(device, partial(block.sweep, s, s.x), host=host) if p.several else 0.0
     backward()
     backward_s = least_seconds(device, backward, before=refill, host=host)
     return UnitRates(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
@@ -334,39 +330,12 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host
 def layer_rates(block: LayerBlock, swap: Swap, device: torch.device,
                 host: Axis) -> tuple[list[UnitRates], int | None]:
     """Times the units of `block`, one a subsequence -> (these, transient_bytes)."""
-    def timed() -> list[UnitRates]:
-        return [unit_rates(block, swap, i, device, host) for i in range(swap.placement.subsequences)]
-    if device.type != "cuda":
-        return timed(), None
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    return timed(), int(*host.max(torch.cuda.max_memory_allocated(device) - before))
-
-
-def copy_rates(swap: Swap, device: torch.device, pin: bool, host: Axis) -> tuple[float, float]:
-    """Measures bytes per second (device to host, host to device), both directions busy at once, between a
-    buffer and a host block of its own; all ranks of `host` copy at once."""
-    buffer = max(swap.buffers.values(), key=lambda b: b.nbytes)
-    nbytes: int = min(STAGING_BYTES, buffer.nbytes // 2)
-    slab = HostSlab(2 * nbytes, device, pin)
-    to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]
-    to_device = [(buffer[-nbytes:], slab.bytes[-nbytes:])]
-    streams = swap.streams
-    host.max(0)  # ranks that share a link, or a host's memory, begin when all of them are ready
-    try:
-        for _ in range(4):  # the first one warms up
-            streams.offload.launch("measure", copy_bytes, to_host)
-            streams.prefetch.launch("measure", copy_bytes, to_device)
-    finally:
-        streams.offload.synchronize()
-        streams.prefetch.synchronize()
-        slab.close()
-    spans = streams.timeline.take()
-
-    def rate(stream: str) -> float:
-        copies = [s for s in spans if (s.label, s.stream) == ("measure", stream)][1:]
-        return len(copies) * nbytes / (copies[-1].end_s - copies[0].start_s)
-    return rate("offload"), rate("prefetch")
+    cuda, before = device.type == "cuda", 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    units = [unit_rates(block, swap, i, device, host) for i in range(swap.placement.subsequences)]
+    return units, int(*host.max(torch.cuda.max_memory_allocated(device) - before)) if cuda else None
 
 
 def measured_states(model: Model) -> StateSeconds:
@@ -395,7 +364,8 @@ def measure(block: LayerBlock, swap: Swap, device: torch.device, pin: bool = Tru
     synchronize(device)
     swap.streams.timeline.take()
     units, transient = layer_rates(block, swap, device, peers)
-    offload, prefetch = peers.max(*(-rate for rate in copy_rates(swap, device, pin, host)))  # of the slowest
+    buffer = max(swap.buffers.values(), key=len)
+    offload, prefetch = peers.max(*(-rate for rate in copy_rates(buffer, swap.streams, pin, host)))
     forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
