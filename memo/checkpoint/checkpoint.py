@@ -27,16 +27,7 @@ import torch
 import torch.distributed as dist
 
 from memo.checkpoint import manifest
-from memo.checkpoint.manifest import (
-    CHECKPOINT,
-    CHECKPOINT_JSON,
-    METADATA,
-    SAVE,
-    Damaged,
-    checkpoints,
-    last_good,
-    latest,
-)
+from memo.checkpoint.manifest import CHECKPOINT_JSON, METADATA, Damaged, checkpoints, last_good, latest
 from memo.checkpoint.shards import Reader
 from memo.config.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.config.layout import Layout
@@ -69,15 +60,14 @@ class Saver:
     ranks that nothing else uses; None: one process. `pin`: copy from a GPU through page-locked memory.
     `keep`: how many stay, beside one that no step has followed yet; on a full disk one. `whole`: the newest
     whole one's iteration. `read`: reads a piece's tensor when it is written; pieces then have shapes only.
-    `copies`: copy pieces, which may change soon. `lease`: is an out_dir still this run's? Rank 0 asks before
-    each change."""
+    `copies`: copy pieces, which may change soon. `lease`: whether an out_dir is still this run's."""
 
     def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
                  keep: int = 1, whole: int | None = None,
                  read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True,
                  lease: Callable[[Path], bool] = lambda out: True) -> None:
-        self.lease = lease
-        self.folder, self.group, self.keep, self.whole = Path(out_dir) / CHECKPOINT, group, keep, whole
+        self.lease, self.folder = lease, Path(out_dir) / manifest.CHECKPOINT
+        self.group, self.keep, self.whole = group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | BadState | None = None
@@ -155,8 +145,9 @@ class Saver:
 
     def take(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> str | None:
         """Copies the pieces, where they are to be -> the name of a piece that is not finite, or None."""
-        self.pieces = self.copy(pieces, reached) if self.copies else pieces
+        self.pieces = pieces
         if self.copies:
+            self.pieces = self.copy(pieces, reached)
             self.taken.set()
         return next((p.name for p in self.pieces if not self.read and not is_finite(p.tensor)), None)
 
@@ -164,22 +155,21 @@ class Saver:
               iter: int) -> None:
         path = temporary = self.folder / str(iter)
         try:
-            self.folder = self.together(lambda: self.folder)[0]  # a run that lost it has another on rank 0
+            self.folder = self.on_first(lambda: self.folder)  # a run that lost it has another on rank 0
             path = self.folder / str(iter)
-            temporary = path.with_name(self.together(lambda: f"{iter}.{token_hex(8)}.tmp")[0])
+            temporary = path.with_name(self.on_first(lambda: f"{iter}.{token_hex(8)}.tmp"))
             if bad := [name for name in self.together(self.take, pieces, reached) if name]:
-                good = self.together(lambda: "" if self.rank else last_good(self.folder.parent, iter))[0]
+                good = self.on_first(last_good, self.folder.parent, iter)
                 raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; {good}; {LESS}")
-            # rank 0 looks whether the newest whole one is still there
-            if iter != self.whole or not self.together((path / CHECKPOINT_JSON).exists)[0]:
+            if iter != self.whole or not self.on_first((path / CHECKPOINT_JSON).exists):
                 # the newest has proved itself: finite steps have followed it
-                self.together(self.remove_old, self.keep)
+                self.on_first(self.remove_old, self.keep)
                 try:
                     self.write_folder(path, temporary, config, iter)
                 except CheckpointError as e:
                     if str(e) not in FULL or self.keep == 1:
                         raise
-                    self.together(self.remove_old, 1)  # the newest whole one stays
+                    self.on_first(self.remove_old, 1)  # the newest whole one stays
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
         except BadState as e:
@@ -198,10 +188,11 @@ class Saver:
 
     def write_folder(self, path: Path, temporary: Path, config: JsonObject, iter: int) -> None:
         """Writes self.pieces of all ranks as the newest checkpoint. Errors: CheckpointError, on all ranks."""
-        self.together(self.begin, path, temporary)
-        files = self.together(self.write_files, temporary, self.pieces)
-        stored = dict(format=manifest.FORMAT, iter=iter, config=config)
-        self.together(self.commit, path, temporary, stored, files)
+        self.on_first(self.begin, path, temporary)
+        parts = self.together(self.write_files, temporary, self.pieces)
+        files = {name: sizes for part in parts for name, sizes in part.items()}
+        self.on_first(self.commit, path, temporary,
+                      dict(format=manifest.FORMAT, iter=iter, config=config, files=files))
 
     def together(self, work: Callable[..., T], *args: object) -> list[T]:
         """Calls work(*args) on every rank -> all results. An error on one rank is raised on all."""
@@ -209,7 +200,7 @@ class Saver:
             results: list = [work(*args)]
         except Exception as e:
             results = [CheckpointError(reason(e))]
-        come(SAVE, "part")
+        come(manifest.SAVE, "part")
         if self.group is not None:
             [own], results = results, [None] * dist.get_world_size(self.group)
             dist.all_gather_object(results, own, self.group)
@@ -218,15 +209,19 @@ class Saver:
                 raise result
         return results
 
+    def on_first(self, work: Callable[..., T], *args: object) -> T:
+        """Calls work(*args) on rank 0 -> its result, on every rank. An error is raised on all."""
+        results: list = self.together(lambda: None if self.rank else work(*args))
+        result: T = results[0]
+        return result
+
     def check_lease(self, out: Path) -> None:
         """Raises CheckpointError where the folder is another run's, or removed."""
         if not self.lease(out):
             raise CheckpointError(f"{out} is not this run's any more")
 
     def begin(self, path: Path, temporary: Path) -> None:
-        """Clears the way to `path`, on rank 0, and makes the folder `temporary`, which nobody has planted."""
-        if self.rank:
-            return
+        """Clears the way to `path`, and makes the folder `temporary`, which nobody has planted."""
         self.check_lease(path.parents[1])
         for leftover in own_folder(path.parent).glob("*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -239,12 +234,8 @@ class Saver:
         from memo.checkpoint import dcp  # takes a second: a run starts without it
         return dcp.write(folder, pieces, self.group, self.read)
 
-    def commit(self, path: Path, temporary: Path, stored: JsonObject,
-               files: list[dict[str, list[int]]]) -> None:
-        """Makes the finished folder the newest checkpoint, on rank 0."""
-        if self.rank:
-            return
-        stored["files"] = {name: sizes for part in files for name, sizes in part.items()}
+    def commit(self, path: Path, temporary: Path, stored: JsonObject) -> None:
+        """Makes the finished folder the newest checkpoint."""
         save_bytes(manifest.manifest_text(stored).encode(), temporary / CHECKPOINT_JSON)
         self.check_lease(path.parents[1])
         temporary.rename(path)
@@ -252,10 +243,10 @@ class Saver:
         sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
-        """Removes, on rank 0, this run's checkpoints but the `keep` newest, and of damaged ones all but as
-        many. What has a higher number than its newest is not its own."""
+        """Removes this run's checkpoints but the `keep` newest, and of damaged ones all but as many. What has
+        a higher number than its newest is not its own."""
         out = self.folder.parent
-        if self.rank or self.whole is None or not self.lease(out):
+        if self.whole is None or not self.lease(out):
             return
         own = [folder for folder in checkpoints(out) if int(folder.name) <= self.whole]
         for old in [*own[keep:], *manifest.damaged(out)[keep:]]:
@@ -356,20 +347,18 @@ def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
 
 def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
     """Raises CheckpointError where parameters or their shapes differ, or the model does with equal shapes."""
-    cfg = {k: getattr(model.cfg, k) for k in MODEL_KEYS}
     theirs = {k: ckpt.config.get(k, KEYS[k].default) for k in MODEL_KEYS}  # keys may be younger than it
-    other = {k for k in MODEL_KEYS if theirs[k] != cfg[k]}
-    keys = ", ".join(f"{k}={theirs[k]}, not {cfg[k]}" for k in sorted(other))
+    other = {k: value for k, value in theirs.items() if value != getattr(model.cfg, k)}
+    keys = ", ".join(f"{k}={other[k]}, not {getattr(model.cfg, k)}" for k in sorted(other))
     remedy = f"; give the run the checkpoint's {keys}" if other else ""
+    parameters = model_parameters(Layout.whole(model.cfg))
     for prefix in prefixes:
-        stored = ckpt.shapes(prefix)
-        parameters = model_parameters(Layout.whole(model.cfg))
-        wanted = {f"{prefix}.{name}": p.shape for name, p in parameters.items()}
+        stored, wanted = ckpt.shapes(prefix), {f"{prefix}.{name}": p.shape for name, p in parameters.items()}
         for name in {**wanted, **stored}:
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(f"{ckpt.path}: {name} is {stored.get(name, 'missing')} in the "
                                       f"checkpoint and {wanted.get(name, 'missing')} in the model{remedy}")
-    if other - set(POSITION_KEYS):  # rotary positions may change under the weights
+    if other.keys() - set(POSITION_KEYS):  # rotary positions may change under the weights
         raise CheckpointError(f"{ckpt.path} is of another model{remedy}")
 
 
@@ -383,8 +372,7 @@ def restore(ckpt: Checkpoint, model: Model, optimizer: Optimizer | None = None) 
         return
     pieces = optimizer.pieces()
     ckpt.read([p for p in pieces if moments or p.name.startswith("params.")])
-    if not moments:
-        for p in pieces:
-            if not p.name.startswith("params."):
-                p.tensor.zero_()
+    for p in pieces:
+        if not (moments or p.name.startswith("params.")):
+            p.tensor.zero_()
     optimizer.steps.fill_(ckpt.iter)

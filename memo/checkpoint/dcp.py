@@ -1,6 +1,5 @@
-"""Pieces of tensors to the files of torch.distributed.checkpoint (DCP), which memo/checkpoint/shards.py
-reads. DCP takes a second to import, so memo/checkpoint/checkpoint.py imports this module only when there is a
-checkpoint to write."""
+"""Pieces of tensors to the files of torch.distributed.checkpoint (DCP), which shards.py reads. DCP takes a
+second to import, so checkpoint.py imports this module only when there is a checkpoint to write."""
 
 import io
 import warnings

@@ -1,5 +1,4 @@
-"""Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which memo/checkpoint/dcp.py
-writes.
+"""Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which dcp.py writes.
 
 DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
 run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: parse()

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,11 +94,10 @@ class Ids:
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count
         try:
-            self.descriptor = open_file(path)
+            self.file = open(open_file(path), "rb", buffering=0)  # noqa: SIM115  as long as the Ids
         except OSError as e:
             raise self.error("is missing" if isinstance(e, FileNotFoundError) else reason(e), 0) from None
-        weakref.finalize(self, os.close, self.descriptor)
-        size = os.fstat(self.descriptor).st_size
+        size = os.fstat(self.file.fileno()).st_size
         if not size or size != count * dtype.itemsize:
             raise self.error("has another length" if size else "is empty", size)
 
@@ -113,12 +111,11 @@ class Ids:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, end, _ = part.indices(self.count)
-        at, nbytes, data = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
-        while len(data) < nbytes:  # a read gives 2 GiB at most
-            if not (more := os.pread(self.descriptor, nbytes - len(data), at + len(data))):
-                raise self.error("was cut short", os.fstat(self.descriptor).st_size)
-            data += more
-        return np.frombuffer(data, self.dtype)
+        self.file.seek(start * self.dtype.itemsize)
+        ids = np.fromfile(self.file, self.dtype, max(0, end - start))
+        if len(ids) < end - start:
+            raise self.error("was cut short", os.fstat(self.file.fileno()).st_size)
+        return ids
 
     def checked(self, start: int, end: int, vocab_size: int) -> np.ndarray:
         """Reads the ids from `start` to `end`. Errors: DataError: one is not below `vocab_size`."""
@@ -132,8 +129,7 @@ class Ids:
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
     """Opens `splits` of `dataset`, a folder's name under data/ or a path. `whole`: compares all of it with
-    what was prepared, not stretches alone. Errors: ConfigError: there is no dataset, its files or ids do not
-    fit its meta.json, or a split is shorter than block_size + 1 tokens."""
+    what was prepared, not stretches alone. Errors: ConfigError."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "

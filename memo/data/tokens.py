@@ -92,8 +92,7 @@ def document_pieces(document: str | Iterable[str], may_cut: MayCut,
                     chars: int = PIECE_CHARS) -> Iterator[tuple[str, bool]]:
     """Yields (piece, is it the document's last?), in order. A document is a str, or several; an empty one has
     no piece. A piece ends where may_cut(WINDOW characters before it, a space that is left out or nothing,
-    WINDOW characters behind it), after `chars` characters or a few times as many. Errors: ConfigError: too
-    many."""
+    WINDOW characters behind it), after `chars` or a few times as many. Errors: ConfigError: too many."""
     rest, least = "", chars
     for part in [document] if isinstance(document, str) else document:
         rest += part
@@ -219,8 +218,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                   parse_special: bool = False) -> dict:
     """Writes the folder `out_dir` from non-empty documents as document_pieces() takes them -> its meta.
     `end`: the token that ends each. Whatever stops it, `out_dir` holds the old dataset or none; after a kill
-    between two names files that open_dataset() refuses, and the next call replaces. Errors: ConfigError: no
-    text, or no end."""
+    between two names files that open_dataset() refuses, and the next call replaces. Errors: ConfigError."""
     began = time.monotonic()
     out_dir = Path(out_dir)
     check_own(out_dir)

@@ -41,9 +41,8 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 @dataclass(frozen=True)
 class Family:
     """Describes a family. `prefix`: of all names of weights but the head's. `layers`: in front of a layer's
-    number. `names`: {memo's name without _w or _b: transformers'}. `sizes`: {memo's key: field}. `only`:
-    {field: the values that memo has, first the default}. `norm_eps`: (field, default). `tied`, `defaults`:
-    unlike Llama's."""
+    number. `names`: {memo's without _w or _b: transformers'}. `sizes`: {memo's key: field}. `only`: {field:
+    values that memo has, first the default}. `norm_eps`: (field, default). `tied`, `defaults`: if absent."""
 
     architecture: str
     prefix: str
@@ -263,8 +262,7 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
-    """Makes the config.json of a model that came with the folder `own`, but for what training as `cfg` has
-    changed. Errors: ConfigError."""
+    """Makes the folder `own`'s config.json with what training as `cfg` has changed. Errors: ConfigError."""
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
     config = hf_config(cfg, dtype, {})

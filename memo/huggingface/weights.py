@@ -4,7 +4,6 @@ and 2j + 1: alike() is the one home of that order."""
 
 import errno
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,15 +30,7 @@ from memo.huggingface.huggingface import (
     weights_of,
 )
 from memo.memory.flat import model_parameters
-from memo.system.files import (
-    MOST_JSON_CHARS,
-    JsonObject,
-    load_json,
-    open_file,
-    plain_name,
-    replacing,
-    save_json,
-)
+from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,8 +42,7 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of ol
 
 
 def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views rows of memo's parameter, `own`, and of transformers', `stored`, so that elements correspond.
-    Rows that rotate are whole heads."""
+    """Views rows, of whole heads, of memo's and of transformers' parameter so that elements correspond."""
     if w.transposed:
         return own, stored.t()
     if w.D:
@@ -96,10 +86,8 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         if not isinstance(files, dict) or not files or not all(map(plain_name, files.values())):
             raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor the name of a file in its "
                               f"folder; {AGAIN}")
-        tensors = defaultdict[str, set[str]](set)
-        for name, path in files.items():
-            tensors[path].add(name)
-        return {folder / path: tensors[path] for path in sorted(tensors)}
+        return {folder / path: {name for name, file in files.items() if file == path}
+                for path in sorted({*files.values()})}
     pickled = any(folder.glob("pytorch_model*.bin"))
     raise ConfigError(f"{folder} holds no {WEIGHTS}; " + (
         "pytorch_model.bin could run code, so save the model again with transformers: "
@@ -157,10 +145,9 @@ def check_tied_head(folder: Path | str, cfg: Config) -> None:
     if not cfg.tie_embeddings or HEAD not in stored:
         return
     head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
-    same = (head.shape, head.dtype) == (wte.shape, wte.dtype) and all(
-        torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
-        for k in range(0, head.shape[0], COMPARED_ROWS))
-    if not same:
+    if (head.shape, head.dtype) != (wte.shape, wte.dtype) or not all(
+            torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
+            for k in range(0, head.shape[0], COMPARED_ROWS)):
         raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its "
                           f"{CONFIG} says that they are one; set it to false")
 
@@ -181,11 +168,10 @@ class HfWeights:
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
-        rows = stored.shape[-1 if w.transposed else 0] - w.first  # that there are
-        n = max(0, min(len(part), rows - begins[0]))
+        begins[0] += w.first
+        n = max(0, min(len(part), stored.shape[-1 if w.transposed else 0] - begins[0]))  # rows that there are
         if n:
             at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
-            at[0] = slice(at[0].start + w.first, at[0].stop + w.first)
             own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
             own.copy_(theirs)
         if not all(map(torch.isfinite, torch.aminmax(part))):
@@ -261,7 +247,7 @@ def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Itera
               dtype: torch.dtype) -> None:
     """Writes a safetensors file tensor by tensor: the library's own function wants all of them at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
-    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places = pairwise(accumulate((prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
     for (name, shape), place in zip(shapes.items(), places, strict=True):
         header[name] = dict(dtype=kind, shape=shape, data_offsets=place)

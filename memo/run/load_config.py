@@ -211,8 +211,7 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
 
 
 def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
-    """Reads argv -> Config: defaults, then load_keys(). `passed_over`: see newest() in
-    memo/checkpoint/manifest.py."""
+    """Reads argv -> Config: defaults, then load_keys(). `passed_over`: as in manifest.newest()."""
     return Config(**load_keys(argv, passed_over))
 
 

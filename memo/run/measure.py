@@ -1,6 +1,5 @@
-"""Measures speeds on the machine at hand: of the operations of a step, for memo.estimate (`python -m
-memo.profiler --calibrate`); of a run's own layer, states and copies, before its first step, for the alpha
-program.
+"""Measures speeds on the machine at hand: of a step's operations, for memo.estimate (memo.profiler
+--calibrate); of a run's own layer, states and copies, before its first step, for the alpha program.
 
 Operations are those that a run calls, at several sizes, each timed on all ranks together; the slowest rank's
 figure counts. Measuring a block overwrites its buffers, and its gradients.
@@ -104,8 +103,7 @@ def timings_behind(computing: Call, message: Call, device: torch.device, host: A
 
 def seconds_of(times: Timings) -> float:
     """Counts an operation's seconds: a message's are those that it adds to computing, no less than alone.
-    Waiting for ranks that take turns at being late is in these; for one that is always late it is in the
-    computing's."""
+    Waiting for ranks that are late in turns is in these; for one that always is, in the computing's."""
     itself, together, alone = times
     return max(itself, together - alone)
 

@@ -135,19 +135,15 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
 
 def machine_of(device: torch.device, launch: Launch) -> Machine:
     """Finds the Machine of this rank: known figures of its GPU and host, and what --calibrate measured."""
-    try:
-        measured = hardware.machine("here", ranks=launch.world)
-    except ConfigError:
-        measured = None
     name, cuda = device_name(device), device.type == "cuda"
     threads = launch.threads or torch.get_num_threads()
     short = hardware.gpu_named(name) if cuda else None
-    if measured and (measured.name == name if cuda else measured.cpu and measured.threads == threads):
-        found = measured
-    elif short:
-        found = hardware.machine(short)
-    else:
-        found = Machine(name, hardware.NODES["workstation"], None, None, None)
+    other = Machine(name, hardware.NODES["workstation"], None, None, None)
+    found = hardware.machine(short) if short else other
+    with suppress(ConfigError):  # nothing is measured
+        here = hardware.machine("here", ranks=launch.world)
+        if here.name == name if cuda else here.cpu and here.threads == threads:
+            found = here
     node = replace(found.node, gpus_per_node=launch.local_world, host_memory_bytes=available())
     return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
 
@@ -200,9 +196,9 @@ def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
 
 
 def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
-    """Chooses the CHOSEN_KEYS -> (these, why, in words): those of the checkpoint, while they fit, for they
-    make the bits of the losses; else the fastest on a machine of this type. Where that fails for no fault of
-    the user's, the checkpoint's, or the fewest: an estimate is not worth a run. Errors: ConfigError."""
+    """Chooses the CHOSEN_KEYS -> (these, why, in words): the checkpoint's, while they fit, for they make the
+    bits of the losses; else the fastest on a machine of this type. Where an estimate fails, which is not
+    worth a run, the checkpoint's, or the fewest. Errors: ConfigError."""
     cfg, saved = found.cfg, saved_keys(found.ckpt)
     before, stages = saved_choice(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
@@ -228,10 +224,9 @@ def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
 
 def saved_keys(ckpt: checkpoint.Checkpoint | None) -> Keys:
     """Reads the keys of a checkpoint whose run has chosen some, "asked" among them; none of a run with
-    numbers by hand, or from memo.convert. The key `states` is younger than others: without it these were on
-    the device, and nothing else was asked for."""
+    numbers by hand, or from memo.convert."""
     stored = dict(ckpt.config) if ckpt and "asked" in ckpt.config else {}
-    if stored and "states" not in stored:
+    if stored and "states" not in stored:  # a younger key: without it they were on the device
         return stored | dict(states="device", asked=stored["asked"] | dict(states="auto"))
     return stored
 
@@ -250,12 +245,11 @@ def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) ->
 def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
     """Finds the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
-    found = None  # rank 0 looks
+    found = None
     if host.rank == 0:
         with suppress(ConfigError):  # check_rank() tells them
-            cfg, _ = read_argv(argv)
-            out = Path(cfg.out_dir).absolute()
-            for folder in [out, *out.parent.glob(f"{escape(out.name)}-" + "?" * 8)]:
+            out = Path(read_argv(argv)[0].out_dir).absolute()
+            for folder in (out, *out.parent.glob(f"{escape(out.name)}-" + "?" * 8)):
                 with suppress(OSError, ValueError):
                     if latest(folder) and name in read_text(folder / LOCK).splitlines():
                         found = folder
@@ -263,34 +257,26 @@ def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Pa
 
 
 def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
-    """Runs check(passed_over) on all ranks -> (the result on this rank, {folder: why} of the checkpoints that
-    were passed over). A checkpoint that is damaged, on whichever rank, is passed over for the one before
-    it."""
+    """Runs check(passed_over) on all ranks -> (the result on this rank, passed_over: {folder: why}). A
+    checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 
-    def attempt() -> tuple[T | None, tuple[Path, str] | None]:
+    def attempt() -> T | Damaged:
         try:
-            return check(passed_over), None
+            return check(passed_over)
         except Damaged as e:
-            return None, (e.folder, str(e))
+            return e
     while True:
-        found, damaged = together(host, attempt)
+        found = together(host, attempt)
+        damaged = (found.folder, str(found)) if isinstance(found, Damaged) else None
         everywhere = [d for d in host.objects(damaged) if d]
-        if found is not None and not everywhere:
+        if not isinstance(found, Damaged) and not everywhere:
             return found, passed_over
         passed_over |= dict(everywhere[:1])
 
 
-def set_aside(passed_over: dict[Path, str]) -> None:
-    """Renames the damaged checkpoints, so that the run can write others in their place."""
-    for folder, why in passed_over.items():
-        warn(f"checkpoint passed over: {why}")
-        checkpoint.pass_over(folder)
-
-
 def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str]) -> IO:
-    """Locks out_dir, and looks whether another run has come and gone since it was checked. Errors:
-    ConfigError."""
+    """Locks out_dir. Errors: ConfigError: also where another run has come and gone since it was checked."""
     held = lock(found.out, owner)
     there = next((folder for folder in checkpoints(found.out) if folder not in passed_over), None)
     wanted = found.ckpt and found.ckpt.path
@@ -319,7 +305,12 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
                          if found.speaks else None)
     together(host, check_shared, found.out, owner)
     launch.take(device)
-    together(host, lambda: set_aside(passed_over) if found.speaks else None)  # nothing is left to check
+
+    def set_aside() -> None:  # so that the run can write others in their place
+        for folder, why in passed_over.items() if found.speaks else ():
+            warn(f"checkpoint passed over: {why}")
+            checkpoint.pass_over(folder)
+    together(host, set_aside)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     expected = expected and expected.but(shown=expected.stages[found.cfg.stage])

@@ -1,7 +1,7 @@
 """The memory requests of a step: recorded from a rehearsal, or traced without memory or GPU."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from memo.kernels.backends import workspaces
 from memo.planner.allocator import Arena, NoArena, Result
@@ -72,9 +73,8 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
 def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
                     missing: Sequence[dict[str, slice]], device: str = "meta",
                     requests: RequestsOf | None = None, keys: str = "stay") -> Trace:
-    """Traces a step at (B, T) of the model that make(torch.device) builds, without memory or GPU: on "meta"
-    as on a GPU, on "cpu" as on the CPU; of many subsequences those that request most. `missing`, `keys`: see
-    Placement. requests(name of an operation, its arguments): see kernel_requests; None: without."""
+    """Traces a step at (B, T) of the model that make(device) builds, without memory or GPU: on "meta" as on a
+    GPU, on "cpu" as there; of many subsequences those that request most. `missing`, `keys`: see Placement."""
     with FakeTensorMode() if device == "cpu" else nullcontext():
         model = make(torch.device(device))
         model.reserve(B, T, streams=open_streams(torch.device("cpu")))
@@ -103,15 +103,13 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
     for each thread (backward also of gradients), as in torch's FlashAttentionKernel.cpp; on a GPU those of
     backends.workspaces, and torch's flash makes dout and out contiguous."""
     copies = []
+    backward = name.endswith("_backward")
     if name == "memo::attention_backward":
         kernel, q, k = args[0], args[1].shape, args[2].shape
-    elif "scaled_dot_product" not in name:
-        return []
-    elif "for_cpu" in name:
-        backward = name.endswith("_backward")
+    elif "scaled_dot_product" in name and "for_cpu" in name:
         q, k = args[1:3] if backward else args[:2]
         return [cpu_workspace_bytes(q, k, threads, backward)]
-    elif name.endswith("_backward"):
+    elif "scaled_dot_product" in name and backward:
         kernel, (q, k) = "cudnn" if "cudnn" in name else "flash", (t.transpose(1, 2).shape for t in args[1:3])
         if kernel == "flash":
             copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
@@ -125,15 +123,6 @@ def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward
     queries = 256 if T >= 768 else 64 if T >= 192 else 32
     scores = queries * keys * (4 + 2 * (q.element_size() == 2))
     return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
-
-
-def tensors_in(values: Iterable) -> Iterator[torch.Tensor]:
-    """Yields the tensors among an operation's arguments or results, and in lists of these."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_in(value)
 
 
 class FakeArena(TorchDispatchMode):
@@ -154,11 +143,12 @@ class FakeArena(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Sequence[type], args: tuple = (),
                            kwargs: dict | None = None) -> object:
-        old = {t.untyped_storage()._cdata for t in tensors_in((*args, *(kwargs or {}).values()))}
+        leaves = tree_leaves((args, kwargs))
+        old = {t.untyped_storage()._cdata for t in leaves if isinstance(t, torch.Tensor)}
         result = func(*args, **kwargs or {})
-        for storage in map(torch.Tensor.untyped_storage, tensors_in((result,))):
-            if storage._cdata not in old:
-                self.note(storage)
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
+                self.note(t.untyped_storage())
         sizes = self.requests(func.name(), args) if self.requests else ()
         own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]

@@ -13,36 +13,17 @@ from memo.config.formulas import percent
 from memo.config.layout import Layout
 from memo.config.msp import Help, shares_lines
 from memo.config.subsequences import pipeline_line, subsequences_line
+from memo.decide import where
 from memo.decide.alpha import what_set_it
 from memo.decide.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.decide.placing import rests, swaps_layers
 from memo.decide.sharing import shared
-from memo.decide.where import (
-    GAPS,
-    SPARE_TRANSIENTS,
-    Decision,
-    Rates,
-    Room,
-    place_whole,
-    problem_of,
-    spare_bytes,
-    ways_of,
-    with_buffers,
-)
+from memo.decide.where import Decision, Rates, Room, problem_of, ways_of
 from memo.errors import ConfigError, OutOfHostMemory, RunFailed
+from memo.estimate import regions
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
-from memo.estimate.regions import (
-    HOST_STATES_BYTES,
-    Line,
-    activation_lines,
-    copied_bytes,
-    cpu_spare,
-    micros_of_rank,
-    node_bytes,
-    stage_state_bytes,
-    states,
-)
+from memo.estimate.regions import Line
 from memo.estimate.report import as_dict as estimate_dict
 from memo.estimate.report import billions
 from memo.estimate.search import longest
@@ -69,19 +50,19 @@ def gpu_decides(cfg: Layout, device: torch.device) -> bool:
 
 
 def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
-    """Counts what a rank has of the host's memory to swap to: its share, but for master weights, moments and
-    gradients, where optimizer_device=cpu or states=host keeps them there; the copies that checkpoints of the
-    ranks on this host are written from come on top. Errors: OutOfHostMemory."""
+    """Counts what a rank has of the host's memory to swap to: its share without what checkpoints are copied
+    to, and without master weights, moments and gradients where these live there. Errors: OutOfHostMemory."""
     if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
         return 0
     first = launch.rank - launch.local_rank
-    copies = node_bytes(copied_bytes(cfg, launch.world), launch.world,
+    copies = regions.node_bytes(regions.copied_bytes(cfg, launch.world), launch.world,
                         range(first, first + launch.local_world))
     share = host_bytes(cfg.host_memory_gb, launch.local_world, reserved=copies)
     if not cfg.optimizer_on_host:
         return share
-    each = HOST_STATES_BYTES + itemsize * (cfg.states == "host" and micros_of_rank(cfg, launch.world) > 1)
-    needs = stage_state_bytes(cfg, launch.world, each)[cfg.stage]
+    sums = cfg.states == "host" and regions.micros_of_rank(cfg, launch.world) > 1
+    each = regions.HOST_STATES_BYTES + itemsize * sums
+    needs = regions.stage_state_bytes(cfg, launch.world, each)[cfg.stage]
     if needs > share:
         key, other = ("states=host", "states=sharded") if cfg.states == "host" else (
             "optimizer_device=cpu", "optimizer_device=auto")
@@ -102,14 +83,15 @@ def check_memory(cfg: Layout, device: torch.device, dtype: torch.dtype, limit: i
     if swaps_layers(cfg) and not gpu_decides(cfg, device):  # a GPU that has room for all layers needs no host
         room = Room(limit, cpu=device.type == "cpu")
         ways = [problem_of(cfg, dtype.itemsize, None, room, **way) for way in ways_of(cfg)]
-        place_whole(cfg, ways, None)
+        where.place_whole(cfg, ways, None)
 
 
 def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
     """Finds the Room of the CPU with least; nothing need be measured for that."""
     host = model.mesh.host
     cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
-    spare = cpu_spare(cfg, cpu, states(cfg, cpu, host.size, model.dtype.itemsize)[2], limit)
+    states = regions.states(cfg, cpu, host.size, model.dtype.itemsize)[2]
+    spare = regions.cpu_spare(cfg, cpu, states, limit)
     return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
 
 
@@ -122,12 +104,12 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
     assert layer is not None  # on a GPU it is measured
-    spare = max(0, spare_bytes(free, total, layer, max(0, head - layer)))
+    spare = max(0, where.spare_bytes(free, total, layer, max(0, head - layer)))
     least = min(problem_of(cfg, model.dtype.itemsize, None, Room(0), **way).device_bytes_at(0)
                 for way in ways_of(cfg))
     if finds and spare < least:
-        free -= total // GAPS
-        longest = min(cfg.block_size * free // (layer + layer // SPARE_TRANSIENTS + least),
+        free -= total // where.GAPS
+        longest = min(cfg.block_size * free // (layer + layer // where.SPARE_TRANSIENTS + least),
                       cfg.block_size * max(0, free - head) // least)
         longest -= longest % cfg.block_multiple
         order = "--unit_order=layer, " * (not cfg.by_layer and cfg.pp == 1)
@@ -141,16 +123,15 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
 def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
                         machine: Machine | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    must call it. Those of a stage measure a layer at once, and decide alike; all ranks measure their copies
-    at once. `limit`: host_limit(); `machine`: whose type says how msp shares units out. -> Decision. Errors:
-    OutOfHostMemory."""
+    call it: those of a stage measure a layer at once, and decide alike; all measure their copies at once.
+    `limit`: host_limit(); `machine`: whose type says how msp shares units out. Errors: OutOfHostMemory."""
     B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
     asks = (swaps_layers(cfg) and cfg.finds_alpha) or cfg.msp  # how much is free
     room = cpu_room(cfg, model, limit) if cpu and asks else Room(limit, cpu=cpu)
-    problem = with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
+    problem = where.with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
     all_fit = cpu and not problem.n_swapped
     if (swaps_layers(cfg) and not all_fit) or cfg.msp:
         settle(model.device)
@@ -190,8 +171,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
 
 def requests_of_a_step(model: Model, arena: Arena) -> Trace:
     """Records the memory requests of a step in a rehearsal, or traces them where torch's allocator, which
-    fragments, has no room for one on some rank. Nothing is sent in a rehearsal: a rank that runs out of
-    memory leaves no other waiting."""
+    fragments, has no room for one on some rank. Nothing is sent meanwhile, so no rank waits for that one."""
     trace, host = None, model.mesh.host
     with model.mesh.silenced(), suppress(torch.OutOfMemoryError):
         trace = rehearsed_requests(model, arena)
@@ -206,11 +186,9 @@ def requests_of_a_step(model: Model, arena: Arena) -> Trace:
         arena.recorded()  # half a rehearsal, of no use
     cfg = replace(model.cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
     like = "cpu" if model.device.type == "cpu" else "meta"
-
-    def make(device: torch.device) -> Model:
-        return Model(model.make, cfg, device, model.dtype, mesh=model.mesh.silent())
-    B, T = model.shape
-    return traced_requests(make, B, T, model.swap.missing, like, keys=model.swap.placement.keys)
+    return traced_requests(
+        lambda device: Model(model.make, cfg, device, model.dtype, mesh=model.mesh.silent()), *model.shape,
+        model.swap.missing, like, keys=model.swap.placement.keys)
 
 
 def plan_memory(cfg: Layout, model: Model) -> None:
@@ -241,14 +219,14 @@ def plan_memory(cfg: Layout, model: Model) -> None:
 def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
     """Lists the Lines of a rank, which add up to all that is held from step to step."""
     states = sum(t.nbytes for t in optimizer.states().values() if t is not model.params)
-    staging = optimizer.staging
+    staging, replicas = optimizer.staging, model.mesh.replicas.size
     on_host = states if staging else 0
     shards = 0 if staging else sum(optimizer.sums[k].nbytes for k in optimizer.coming)
     grads = model.grads.nbytes + optimizer.kept.nbytes + shards, staging.nbytes if staging else 0
     positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
-            *activation_lines(cfg, decision.placement, model.dtype.itemsize, model.mesh.replicas.size),
+            *regions.activation_lines(cfg, decision.placement, model.dtype.itemsize, replicas),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
 
@@ -259,7 +237,6 @@ def memory_table(cfg: Layout, decision: Decision, lines: list[Line], expected: E
     stage = f", stage {cfg.stage}" * (cfg.pp > 1)
     out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
            f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
-
     for line, behind in zip_longest(lines, lines[1:]):
         guess = ""
         if expected and not (behind and behind.region == line.region):  # it is the whole region's
@@ -278,13 +255,11 @@ def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) 
     """Lists the lines on what set alpha, and on what was measured."""
     def passes(of: Rates | LayerSeconds) -> str:
         return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
-    lines, plan, rates, p = [], decision.swap_plan, decision.rates, decision.placement
-    if plan:
-        lines.append(f"alpha       {what_set_it(cfg, plan, p)}")
+    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    lines = [f"alpha       {what_set_it(cfg, plan, p)}"] if plan else []
     if decision.alpha is not None and rates is not None:
         if p.input_only:
-            swapped = f"{p.n_swapped} swapped {p.what}"
-            lines.append(f"            {p.input_only} of {swapped} keep only their input")
+            lines.append(" " * 12 + f"{p.input_only} of {p.n_swapped} swapped {p.what} keep only their input")
         lines.append(f"rates       {passes(rates)}; {rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, "
                      f"{rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
     if expected and expected.layer:
@@ -339,15 +314,14 @@ ACTIVATIONS = "rounding_buffers", "keys", "key_gradients", "stream", "sweep", "r
 
 
 def explain(expected: Estimate | None, region: str, capacity: int | None, text: str) -> str:
-    """Says of a run that found no memory for `region`, or, where that is the buffers, for what is taken with
-    them, what was expected, the knob of the largest, the longest context. `capacity`: the device's bytes that
-    other processes leave, None where it is the host."""
+    """Says of a run that found no memory for `region` and what is taken with it: what was expected, the knob
+    of the largest, the longest context. `capacity`: bytes that others leave of a device, None on the host."""
     line = f"out of memory ({text}) while the region"
     if expected is None:
         return f"{line} {region} grew; try {KNOBS[region]}, or a smaller --block_size"
     cfg, machine = expected.cfg, expected.machine
-    nbytes = {name: max(expected.bytes_of(name)) for name in ACTIVATIONS} if region in ACTIVATIONS else {}
-    grew = {name: n for name, n in nbytes.items() if n} or {region: max(expected.bytes_of(region))}
+    names = ACTIVATIONS if region in ACTIVATIONS else (region,)
+    grew = {name: n for name in names if (n := max(expected.bytes_of(name)))} or {region: 0}
     largest = max(grew, key=grew.__getitem__)
     knob = KNOBS[largest]
     if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):

@@ -10,16 +10,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from memo.config.keys import Keys, check_value, option, typed
+from memo.config.keys import Keys
 from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.run.load_config import keys_help, load_config
-from memo.system.command import answer_early, run
+from memo.system.command import Arguments, answer_early, run
 from memo.system.files import parse_json
-
-OWN = {"multiprocessors": option("multiprocessors", int, 0, "of the GPU", least=0, most=10**5,
-                                 why="no GPU has as many"),
-       "stage": option("stage", int, 0, "that of the rank, of pp stages", least=0)}
 
 
 def read_argv(argv: list[str]) -> tuple[Layout, int]:
@@ -27,23 +23,19 @@ def read_argv(argv: list[str]) -> tuple[Layout, int]:
     if {"--help", "-h"} & set(argv):
         print(f"{__doc__}\n{keys_help()}")
         sys.exit()
-    own, rest = dict.fromkeys(OWN, 0), []
-    for arg in argv:
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if equals and name in OWN:
-            own[name] = typed(OWN[name], value, arg)
-            check_value(OWN[name], own[name])
-        else:
-            rest.append(arg)
+    parser = Arguments(ranks=True, prog="python -m memo.run.trace_step")
+    parser.option("--multiprocessors", int, 0, "of the GPU", least=0, most=10**5, why="no GPU has as many")
+    parser.option("--stage", int, 0, "that of the rank, of pp stages", least=0)
+    own, rest = parser.parse_known_args(argv)
     cfg = load_config(rest)
     if cfg.pp == "auto":
         raise ConfigError("pp=auto must be a number for a trace, which is of one rank; try --pp=1")
-    if own["stage"] >= cfg.pp:
-        raise ConfigError(f"stage={own['stage']} must be below pp={cfg.pp} (stages are counted from 0); try "
+    if own.stage >= cfg.pp:
+        raise ConfigError(f"stage={own.stage} must be below pp={cfg.pp} (stages are counted from 0); try "
                           f"--stage={cfg.pp - 1}")
     if not cfg.vocab_size:
         raise ConfigError("vocab_size=0 must be known without a dataset; try --vocab_size=50257")
-    return Layout.of(cfg, stage=own["stage"], msp=False), own["multiprocessors"]
+    return Layout.of(cfg, stage=own.stage, msp=False), own.multiprocessors
 
 
 def read_line(line: str) -> tuple[Layout, str, int, int]:
@@ -83,12 +75,6 @@ class Short(Edges):
         super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
 
 
-def short_model(cfg: Layout, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> Model:
-    model = Model(GPT, cfg, device, dtype, mesh=mesh)
-    model.gpt.edges = Short(**vars(model.gpt.edges))
-    return model
-
-
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
     """Traces a rank of cfg.tp and cfg.cp on "cuda" or "cpu". Nothing is recomputed, which needs no requests
     beyond the forward's; but keys and values that are made again need some."""
@@ -99,8 +85,13 @@ def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int 
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
-    return traced_requests(lambda where: short_model(cfg, where, getattr(torch, dtype), mesh), cfg.batch_size,
-                           cfg.block_size // cfg.cp, [{}] * (len(cfg.layers) * cfg.subsequences),
+
+    def short_model(device: torch.device) -> Model:
+        model = Model(GPT, cfg, device, getattr(torch, dtype), mesh=mesh)
+        model.gpt.edges = Short(**vars(model.gpt.edges))
+        return model
+    return traced_requests(short_model, cfg.batch_size, cfg.block_size // cfg.cp,
+                           [{}] * (len(cfg.layers) * cfg.subsequences),
                            "cpu" if device == "cpu" else "meta", requests, "made" if sweeps else "stay")
 
 

@@ -1,8 +1,7 @@
 """Life, not progress: a run in which nothing happens ends, and names the rank that the others wait for.
 
-A thread of each rank looks now and then at what its host came to last (a step, a message of an axis, a part
-of a save), and at the newest work of a stream that is done. Ranks tell each other where they are through the
-store by which they met.
+A thread of each rank looks now and then at what its host came to last (a step, a message, a part of a save),
+and at the newest work of a stream that is done. Ranks tell each other through the store by which they met.
 """
 
 import json

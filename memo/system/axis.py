@@ -125,8 +125,7 @@ class Axis:
         return self.start_gather(x).wait()
 
     def start_scatter_sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Works[torch.Tensor]:
-        """Starts to sum all ranks' x, (size, ...) or flat -> this rank's part in `out`, maybe in its
-        place."""
+        """Starts to sum all ranks' x, (size, ...) or flat -> this rank's part in `out`, maybe one of x."""
         if out is None:
             out = x[0] if self.size == 1 else torch.empty_like(x[0])
         sent_bytes = x.nbytes // self.size * (self.size - 1)

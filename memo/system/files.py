@@ -1,6 +1,5 @@
-"""Reading within bounds, writing whole files, and the cache folder. Every text and JSON that memo reads comes
-through read_text() or load_json(). A file may be damaged, or made by an attacker: a pipe, an endless device
-and JSON nested without end are refused."""
+"""Reading within bounds, writing whole files, and the cache folder. Every text and JSON comes through
+read_text() or load_json(): a pipe, an endless device and JSON nested without end are refused."""
 
 import errno
 import hashlib
@@ -309,8 +308,5 @@ def keep_json(value: Json, folder: Path | None, name: str) -> None:
 
 def kept_json(folder: Path, name: str) -> JsonObject:
     """Reads what keep_json() stored. Errors: as kept()."""
-    descriptor = open_file(folder / name)
-    try:
-        return parse_json(kept(descriptor).decode(), inf)
-    finally:
-        os.close(descriptor)
+    with open(open_file(folder / name), "rb") as file:
+        return parse_json(kept(file.fileno()).decode(), inf)

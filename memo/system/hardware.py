@@ -1,9 +1,6 @@
 """GPUs, the nodes they come in, and the speeds that a rank gets on them: plain data, each figure with its
-source, and the figures that `python -m memo.profiler --calibrate` measured on the machine at hand.
-
-Every figure can be overridden on the command line of memo.estimate. Bandwidths are of one GPU and one
-direction.
-"""
+source, and the figures that `python -m memo.profiler --calibrate` measured on the machine at hand. Every
+figure can be overridden on memo.estimate's command line. Bandwidths: of one GPU and one direction."""
 
 import difflib
 import math
@@ -183,9 +180,8 @@ LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are th
 
 
 class Speeds:
-    """How fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, for elementwise passes that
-    are not listed those of "memory". roofline.py says with each operation what `size` is. `overhead_s`: of
-    one kernel, at least. `itemsize`: of the dtype that they are for."""
+    """Holds how fast one rank works: {operation: [(size, FLOPs or bytes per second)]}, "memory" for those not
+    listed; roofline.py says what `size` is. `overhead_s`: of one kernel. `itemsize`: of their dtype."""
 
     def __init__(self, table: Mapping[str, Sequence[Point]], overhead_s: float = 0.0,
                  itemsize: int = 2) -> None:
@@ -246,10 +242,9 @@ class Machine:
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
         """Counts the seconds of so many bytes that a rank sends to the others of its group: each stride-th of
-        `span` ranks that follow each other. op: of MESSAGES. Over the network gathers, scattered sums,
-        broadcasts and reductions go through the ports of all the group's GPUs of a node. A message that is
-        shorter than all that were measured takes as long as the shortest; what was measured has the launch in
-        it."""
+        `span` ranks that follow each other. op: of MESSAGES. Over the network all but exchange and shift go
+        through the ports of all the group's GPUs of a node. A message shorter than all that were measured
+        takes as long as the shortest."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if nbytes and op in self.speeds.table:
             nbytes = max(nbytes, self.speeds.table[op][0][0])
@@ -269,8 +264,7 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> ConfigError:
 
 def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value) -> Machine:
     """Makes the Machine of a GPU's short name and a node's, or "here": what was measured on this one with so
-    many ranks. Each figure of GPU or node can be given by its name (device_memory_bytes for the GPU's
-    memory). Errors: ConfigError with the nearest names."""
+    many ranks, with `figures` of GPU or node in place of the known ones. Errors: ConfigError."""
     if "device_memory_bytes" in figures:
         figures["memory_bytes"] = figures.pop("device_memory_bytes")
     if node and node not in NODES:

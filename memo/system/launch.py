@@ -85,8 +85,7 @@ def follow_torchrun() -> None:
 
 
 def run_name() -> str:
-    """Gives this run a random name, which torchrun's own store keeps for those that it starts again: ids of
-    processes, jobs and rendezvous come again."""
+    """Gives this run a random name, which torchrun's own store keeps for those that it starts again."""
     name = uuid4().hex
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with suppress(RuntimeError, KeyError, ValueError):  # without it the run is another one
@@ -216,8 +215,7 @@ def open_store(launch: Launch) -> dist.Store:
 
 def start_pulse(rank: int, world: int) -> Callable[[], None]:
     """Ends this process at once when the rank before it is gone, or says nothing for LOST_S: a GPU would wait
-    for days. Each rank tells the next every BEAT_S that it lives (0), or stops (1) -> a function that
-    stops."""
+    for days. Each rank tells the next every BEAT_S that it lives (0), or stops (1) -> what stops it."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOST_S))
     before, after, stopped = (rank - 1) % world, (rank + 1) % world, threading.Event()
 
