@@ -132,14 +132,6 @@ def test_options_have_bounds(capsys, main, argv, message):
     assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["hi\n", "{}\n"])
-def test_a_tracer_tells_a_bad_line_in_one(monkeypatch, capsys, line):
-    monkeypatch.setattr("sys.stdin", [line])
-    assert run(trace_step.main, ["-"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: a line of stdin must be ") and err.endswith(f"not {line[:-1]!r}\n")
-
-
 @pytest.mark.parametrize("n,says", [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
 def test_threads_are_counted_in_english(monkeypatch, n, says):
     monkeypatch.setattr(torch, "get_num_threads", lambda: n)

@@ -590,27 +590,18 @@ def test_a_trace_of_few_subsequences_takes_as_much_as_one_of_all(cut):
 
 
 @pytest.mark.slow
-def test_another_process_traces_one_step_after_the_other():
-    def here(keys):
-        asked.append((keys, trace_step(replace(cfg, attention=keys["attention"]), keys["device"])))
-        return asked[-1][1]
-    asked, (process, _) = [], arena.tracer()
-    for S in (1024, 2048):
-        cfg = Layout.of(load(["config/gpt2_124m.py", f"--block_size={S}", "--vocab_size=1000"]))
-        with patch.object(arena, "cache_place", lambda: (None, "")):
-            traced_arena(cfg, A800, here)
-    assert all(arena.trace_elsewhere(keys) == trace for keys, trace in asked)
-    assert arena.tracer()[0] is process
-    with pytest.raises(ConfigError, match=r"trace of a step failed .*n_layer=0 must be at least 1.*--fast"):
-        arena.trace_elsewhere(asked[0][0] | dict(n_layer=0))
-    assert process.poll() is not None
-    arena.tracer()[0].kill()  # one that died while nobody asked
-    arena.tracer()[0].wait()
-    assert arena.trace_elsewhere(asked[0][0]) == asked[0][1]
-    asking = patch.object(arena.tracer()[0].stdout, "readline", side_effect=KeyboardInterrupt)
-    with asking, pytest.raises(KeyboardInterrupt):  # the answer is still to come
-        arena.trace_elsewhere(asked[0][0])
-    assert arena.trace_elsewhere(asked[1][0]) == asked[1][1]
+def test_a_trace_of_the_keys_is_one_of_the_config_and_its_error_a_line():
+    cfg = Layout.of(load(["config/gpt2_124m.py", "--block_size=1024", "--vocab_size=1000"]))
+
+    def both(keys, *machine):
+        found = arena.traced_by_model(keys, *machine)
+        assert found == trace_step(replace(cfg, attention=keys.attention), *machine)
+        return found
+    with patch.object(arena, "cache_place", lambda: (None, "")):
+        traced_arena(cfg, A800, both)
+    with patch("memo.run.trace_step.traced_requests", side_effect=RuntimeError("why")), pytest.raises(
+            ConfigError, match=r"trace of a step failed \(why\); try --fast"):
+        arena.traced_by_model(cfg, "cuda", 1, 132)
 
 
 def test_where_only_metp_fits_the_search_and_the_remedies_find_it():
@@ -978,13 +969,13 @@ ARENA = dict(transient=10**6, head=10**5)
     dict(arena=ARENA | dict(transient=-10**12)), dict(arena=ARENA | dict(head=1e3)),
     dict(arena=dict(transient=1)), dict(arena=ARENA | dict(head=None)), dict(arena=ARENA | dict(head=True)),
     dict(arena=[1, 2]), dict(arena=ARENA | dict(x=1)), dict(arena=ARENA | dict(transient=10**30)),
-    dict(arena=ARENA, keys={}), ARENA, [], "[" * 99999])
+    dict(arena=ARENA, asked=[]), ARENA, [], "[" * 99999])
 def test_a_poisoned_arena_is_traced_again(tmp_path, monkeypatch, poison):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cfg, machine, traces = Layout(vocab_size=99), hardware.machine("a800-80gb"), []
 
-    def trace(keys):
-        traces.append(keys)
+    def trace(cfg, *machine):
+        traces.append(cfg)
         return parse_trace("begin a\nmalloc 1 1000\nfree 1 1000\nend a\n")
     first = [traced_arena(cfg, machine, trace) for _ in range(2)]
     file, = (tmp_path / "memo").glob("arena-*.json")

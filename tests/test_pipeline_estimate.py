@@ -115,10 +115,10 @@ def test_a_stage_has_the_arena_of_its_own_ends(monkeypatch, tmp_path):
                        "--subsequences=4", "--subsequence_cut=equal", "--block_size=262144"])
     labels, arenas = {}, []
     for one in Layout.of(cfg).every_stage:
-        def trace(keys, one=one):
-            found = trace_step(replace(one, attention=keys["attention"]), keys["device"])
+        def trace(cfg, device, threads, multiprocessors, one=one):
+            found = trace_step(replace(one, attention=cfg.attention), device)
             kinds = {label.split("/")[1].rpartition(" ")[0] for label in found.segments}
-            labels[keys["pp"], keys["stage"], keys["n_layer"]] = kinds
+            labels[cfg.pp, cfg.stage, cfg.n_layer] = kinds
             return found
         arenas.append(traced_arena(one, H100, trace))
         bound = fast_arena(one, H100)

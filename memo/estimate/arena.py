@@ -2,23 +2,18 @@
 (memo/run/trace_step.py), or a bound.
 """
 
-import atexit
 import hashlib
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from memo.config.config import SUBSEQUENCE_KEYS, Config
-from memo.config.keys import Keys
 from memo.config.layer import (
     CHUNK_ROWS,
     METP_ROWS,
@@ -37,12 +32,11 @@ from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.kernels import backends
 from memo.planner.plan import ALIGNMENT, PLANNING_S, plan_trace
-from memo.planner.trace import Trace, parse_trace
+from memo.planner.trace import Trace
 from memo.system.files import cache_place, keep_json, kept_json
 from memo.system.hardware import Machine
 
 ROOT = Path(__file__).parents[2]
-TRACER = "memo.run.trace_step"
 
 # of shortest(), what the memory requests of a step depend on
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
@@ -81,7 +75,7 @@ class ArenaBytes(NamedTuple):
 
 
 ArenaOf = Callable[[Layout, Machine], ArenaBytes]
-TraceOf = Callable[[Keys], Trace]
+TraceOf = Callable[[Layout, str, int, int], Trace]
 
 
 # --- the arena of temporary tensors ---
@@ -104,58 +98,30 @@ def shortest(cfg: Layout, layers: int = 1) -> Layout:
 
 @cache
 def source_digest() -> bytes:
-    """Digests all sources, once: a tracer that stays has those of its start."""
+    """Digests all sources, once: those that this process has."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(
         [*ROOT.glob("*.py"), *ROOT.glob("memo/**/*.py")]))).digest()
 
 
-@cache
-def tracer() -> tuple[subprocess.Popen[str], IO[str]]:
-    """Starts a process that traces, and stays, for importing torch takes seconds -> (it, its stderr)."""
-    errors = TemporaryFile("w+")  # noqa: SIM115  (open as long as the process lives)
-    process = subprocess.Popen([sys.executable, "-m", TRACER, "-"], text=True, stderr=errors, cwd=ROOT,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               start_new_session=True)  # an interrupt of the terminal is not for it
-    atexit.register(end, process)
-    return process, errors
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Ends a tracer by closing its stdin, and waits for it."""
-    with suppress(OSError), process:
-        pass
-
-
-def trace_elsewhere(keys: Keys) -> Trace:
-    """Traces the keys of traced_arena in another process. Errors: ConfigError."""
-    if tracer()[0].poll() is not None:  # it died meanwhile
-        tracer.cache_clear()
-    process, errors = tracer()
-    assert process.stdout is not None  # it is a pipe
+def traced_by_model(cfg: Layout, device: str, threads: int, multiprocessors: int) -> Trace:
+    """Traces a step with the model, imported only now, for torch takes seconds. Errors: ConfigError."""
     try:
-        print(json.dumps(keys), file=process.stdin, flush=True)
-        return parse_trace(json.loads(process.stdout.readline()), TRACER)
-    except BaseException as e:
-        tracer.cache_clear()
-        if not isinstance(e, (OSError, ValueError)):
-            process.kill()  # its answer would be taken for that to the next question
-            raise
-        end(process)
-        errors.seek(0)
-        why = (errors.read().strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"the trace of a step failed ({why}); try --fast") from None
+        trace: Trace = import_module("memo.run.trace_step").trace_step(cfg, device, threads, multiprocessors)
+    except Exception as e:
+        raise ConfigError(f"the trace of a step failed ({e}); try --fast") from None
+    return trace
 
 
-def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = trace_elsewhere) -> ArenaBytes:
-    """Takes the ArenaBytes of a rank from the cache or from trace({key of the config, stage, threads or
-    multiprocessors: value}). Errors: those of `trace`, ConfigError where there is no torch."""
+def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = traced_by_model) -> ArenaBytes:
+    """Takes the ArenaBytes of a rank from the cache or from trace(cfg, device, threads, multiprocessors) of
+    the shortest() config. Errors: those of `trace`, ConfigError where there is no torch."""
     device = "cpu" if machine.cpu else "cuda"
     names = REQUEST_KEYS + SEVERAL_KEYS * (cfg.subsequences > 1)
     keys = {k: v for k, v in asdict(shortest(cfg)).items() if k in names}
-    keys |= dict(device=device, threads=machine.threads, attention=backends.kernel_of(cfg, machine),
-                 multiprocessors=machine.multiprocessors)
+    keys |= dict(device=device, attention=backends.kernel_of(cfg, machine))
+    asked = [keys, machine.threads, machine.multiprocessors]
     try:
-        key = hashlib.sha256(repr((keys, version("torch"), libraries(), source_digest())).encode())
+        key = hashlib.sha256(repr((asked, version("torch"), libraries(), source_digest())).encode())
     except PackageNotFoundError:
         raise ConfigError("the trace of a step needs torch, which is not installed; try --fast") from None
     (folder, _), name = cache_place(), f"arena-{key.hexdigest()[:16]}.json"
@@ -163,10 +129,11 @@ def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = trace_elsewhere
         with suppress(Exception):  # not there, or not what was written
             stored = kept_json(folder, name)
             arena = ArenaBytes(**stored["arena"])
-            if stored["keys"] == keys and all(type(n) is int and 0 <= n < 2**63 for n in arena):
+            if stored["asked"] == asked and all(type(n) is int and 0 <= n < 2**63 for n in arena):
                 return arena
-    arena = planned_arena_bytes(trace(keys), cfg.solver, device)
-    keep_json(dict(keys=keys, arena=arena._asdict()), folder, name)
+    step = trace(Layout(**keys), device, machine.threads, machine.multiprocessors)
+    arena = planned_arena_bytes(step, cfg.solver, device)
+    keep_json(dict(asked=asked, arena=arena._asdict()), folder, name)
     return arena
 
 

@@ -22,7 +22,7 @@ from memo.data.tokenizer import OtherForm, find_tokenizer, what_decides
 from memo.decide.choose import fewest, numbers_of, with_stages
 from memo.decide.where import Decision
 from memo.errors import ConfigError, elsewhere, reason, warn
-from memo.estimate.arena import ArenaBytes, fast_arena, traced_arena
+from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, estimate
 from memo.estimate.search import remedies
 from memo.huggingface.huggingface import CONFIG, OWN, own_files
@@ -50,6 +50,9 @@ from memo.system.launch import Launch, run_name, same_everywhere, together
 from memo.system.origin import code, differences
 from memo.system.out_dir import LOCK, check_shared, is_locked, lock
 
+arena_here = partial(traced_arena, trace=trace_step)
+
+
 # --- one rank ---
 
 def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
@@ -66,12 +69,6 @@ def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
     elif what_decides(mine) != what_decides(theirs):
         raise ConfigError(f"dataset={data.folder} was made with another tokenizer than {weights}; prepare it "
                           f"again with data/text/prepare.py --tokenizer={folder}")
-
-
-def arena_here(cfg: Layout, machine: Machine) -> ArenaBytes:
-    """Traces the arena in this process, as traced_arena."""
-    return traced_arena(cfg, machine, lambda keys: trace_step(
-        replace(cfg, attention=keys["attention"]), keys["device"], keys["threads"], keys["multiprocessors"]))
 
 
 def check_out_dir(out: Path, read: dict[str, str | Path | None], resumes: bool) -> None:

@@ -1,11 +1,9 @@
 """Prints the memory requests of a training step of one rank in the format of memo.planner, without memory or
 GPU: python -m memo.run.trace_step [config/x.py] [--key=value ...] [--multiprocessors=132] [--stage=0]
-With - it answers lines of stdin: to the keys of a step in JSON the requests, as a text in JSON.
 
 Layers that make the same requests are run once; of the chunks of the head, which are alike, two.
 """
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -15,7 +13,6 @@ from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.run.load_config import keys_help, load_config
 from memo.system.command import Arguments, answer_early, run
-from memo.system.files import parse_json
 
 
 def read_argv(argv: list[str]) -> tuple[Layout, int]:
@@ -38,21 +35,8 @@ def read_argv(argv: list[str]) -> tuple[Layout, int]:
     return Layout.of(cfg, stage=own.stage, msp=False), own.multiprocessors
 
 
-def read_line(line: str) -> tuple[Layout, str, int, int]:
-    """Reads (Layout, device, threads, multiprocessors) from a line of stdin. Errors: ConfigError."""
-    try:
-        keys = parse_json(line)
-        numbers = keys["device"], keys.pop("threads"), keys.pop("multiprocessors")
-        return Layout(**keys), *numbers
-    except ConfigError:
-        raise
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"a line of stdin must be an object of JSON with device, threads, multiprocessors "
-                          f"and keys of the config, not {line[:60].strip()!r}") from None
-
-
 if __name__ == "__main__":  # before torch is imported, which takes seconds
-    answer_early(lambda argv: argv == ["-"] or read_argv(argv))
+    answer_early(read_argv)
 
 import torch
 
@@ -96,10 +80,6 @@ def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int 
 
 
 def main(argv: list[str]) -> None:
-    if argv == ["-"]:
-        for line in sys.stdin:
-            print(json.dumps(trace_step(*read_line(line)).text), flush=True)
-        return
     cfg, multiprocessors = read_argv(argv)
     device = "cpu" if cfg.device == "cpu" else "cuda"
     print(trace_step(cfg, device, torch.get_num_threads(), multiprocessors).text, end="")
