@@ -34,29 +34,15 @@ class UnitRates:
         return groups_s + (self.attention_s if parts.get(ATTENTION) else 0.0)
 
 
-class PartOfUnit(UnitRates):
-    """Seconds of a piece of a unit's rows. `part`: of the unit's FLOPs; `share`: of its rows."""
-
-    def __init__(self, unit: UnitRates, part: float, share: float) -> None:
-        super().__init__(share * unit.rows, part * unit.forward_s, part * unit.backward_s,
-                         share * unit.sweep_s, part * unit.attention_s,
-                         {group: part * seconds for group, seconds in unit.groups_s.items()})
-        self.unit, self.part, self.share = unit, part, share
-
-    def recompute_s(self, missing: dict[str, slice]) -> float:
-        whole = {name: slice(0, round((r.stop - r.start) / self.share)) for name, r in missing.items()}
-        return self.part * self.unit.recompute_s(whole)
-
-
-def rates_of(placement: Placement, units: Sequence[UnitRates]) -> list[UnitRates]:
-    """Makes the rates of a layer's whole subsequences those of Placement.lengths."""
+def pieces_of(placement: Placement, units: Sequence[UnitRates]) -> list[tuple[UnitRates, float, float]]:
+    """Lists (a layer's unit, part of its FLOPs, share of its rows) for each of Placement.lengths."""
     p, parts = placement, [1.0] * placement.subsequences
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
-    own = [unit if part == 1 else PartOfUnit(unit, part, n / whole)
-           for unit, part, n, whole in zip(units, parts, p.lengths, p.cuts or (p.n_rows,), strict=False)]
-    return own + [PartOfUnit(units[piece.subsequence], piece.part, piece.rows / p.cuts[piece.subsequence])
-                  for piece in p.guests]
+    cuts = p.cuts or (p.n_rows,)
+    own = zip(units, parts, (n / whole for n, whole in zip(p.lengths, cuts, strict=False)), strict=True)
+    return [*own, *((units[piece.subsequence], piece.part, piece.rows / cuts[piece.subsequence])
+                    for piece in p.guests)]
 
 
 class StateSeconds(NamedTuple):
@@ -113,9 +99,14 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
     `bytes_per_s`, of a layer's `states`; and of `ends`, where head and embedding, whose seconds are shared
     out by tokens, and messages count."""
     p, lanes = placement, ends.lanes if ends else None
-    rates, sizes = rates_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
-    of_likes = {k: rates[p.kinds[k]].recompute_s(p.missing(k)) for k in set(p.like)}
+    pieces, sizes = pieces_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
     cuts = p.cuts or (p.n_rows,)
+
+    def recompute_s(k: int) -> float:
+        unit, part, share = pieces[p.kinds[k]]
+        return part * unit.recompute_s({name: slice(0, round((r.stop - r.start) / share))
+                                        for name, r in p.missing(k).items()})
+    of_likes = {k: recompute_s(k) for k in set(p.like)}
 
     def of_ends(step: Step, ends: Ends) -> float:
         i = step.unit.subsequence
@@ -145,15 +136,16 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
         if step.unit not in p.number:  # of what a helper repays
             return beside_s
         k = p.number[step.unit]
+        unit, part, share = pieces[p.kinds[k]]
         match step.op:
             case Op.FORWARD:
-                return rates[p.kinds[k]].forward_s
+                return part * unit.forward_s
             case Op.RECOMPUTE:
                 return of_likes[p.like[k]]
             case Op.BACKWARD:
-                return rates[p.kinds[k]].backward_s + beside_s
+                return part * unit.backward_s + beside_s
             case Op.SWEEP:
-                return rates[p.kinds[k]].sweep_s
+                return share * unit.sweep_s
         return beside_s
     return seconds
 

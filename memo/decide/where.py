@@ -13,7 +13,7 @@ from memo.config.layer import groups_of, tensors_of
 from memo.config.layout import Layout
 from memo.decide.alpha import AlphaProblem, SwapPlan
 from memo.decide.placing import place_rows, placed, rests, swaps_layers
-from memo.decide.step_seconds import STAY, StateSeconds, UnitRates, layers_s, rates_of, step_seconds
+from memo.decide.step_seconds import STAY, StateSeconds, UnitRates, layers_s, pieces_of, step_seconds
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.schedule.periods import Totals
@@ -95,7 +95,7 @@ def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys
         # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
         seconds = (0.0,) * len(p.lengths)
     elif rates:
-        seconds = tuple(unit.forward_s for unit in rates_of(p, rates.units)) if p.several else (
+        seconds = tuple(part * unit.forward_s for unit, part, _ in pieces_of(p, rates.units)) if p.several else (
             rates.forward_s,)
     return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate, room.host_bytes)
 
