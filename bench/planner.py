@@ -24,7 +24,7 @@ from memo.config.layout import Layout
 from memo.dsa.problem import solve
 from memo.memory.placement import Placement
 from memo.planner.allocator import ALIGNMENT
-from memo.planner.plan import Levels, plan_trace
+from memo.planner.plan import plan_trace, problem_of
 from memo.planner.trace import requests_of
 from memo.plots.figures import BLUE, GREY, ORANGE, memory_plan
 from memo.run.load_config import load_config
@@ -67,7 +67,7 @@ def solve_pieces(S, time_limit):
     rows = []
     for kind in ("forward", "backward"):
         mine = [(r.lower, r.upper, r.bytes) for r in requests if r.segment.endswith(f"/{kind} 0")]
-        problem = Levels(ALIGNMENT["cuda"], None, None).problem(mine)
+        problem = problem_of(mine, ALIGNMENT["cuda"])
         for solver in SOLVERS:
             s = solve(problem, solver, time_limit)
             rows.append(dict(S=S, piece=f"a layer's {kind}", n=len(mine), pairs=pairs(problem.buffers),

@@ -381,7 +381,8 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     p = Placement(1, 2, sum(cuts), cuts=cuts, order="subsequence")
     layer = decoder_layer(64, 2, 2, 32, 256, subsequences=True)
     problem = AlphaProblem(p, layer.tensors(1, sum(cuts), 4), (1.0,) * N, 1.0, 2**40, 2.0**40)
-    A = [problem.all_bytes * n // sum(cuts) for n in cuts]
+    whole = problem.always_bytes + problem.others_bytes
+    A = [whole * n // sum(cuts) for n in cuts]
     link = carried * A[0]
     problem = replace(problem, offload_bytes_per_s=link)
     stays = resting(problem)
@@ -390,7 +391,7 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     travels = [sizes.moved(step) for step in placement.schedule() if step.op is Op.OFFLOAD]
     rests = [sum(n for _, n in placement.kept_bytes(k, problem.tensors, resident=True).values())
              for k in range(N)]
-    row = problem.all_bytes / sum(cuts)
+    row = whole / sum(cuts)
     for i in range(N - 2):
         assert travels[i] + rests[i] == A[i]  # nothing is computed again
         assert travels[i] == pytest.approx(min(A[i], link), abs=row)

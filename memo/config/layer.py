@@ -3,8 +3,7 @@ and the operation that makes each of them. One value per family of models; all e
 
 Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
 What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
-skeletal tensor but `lse` a range of rows is contiguous. Source: MEMO 3.1 and 4.1.
-"""
+skeletal tensor but `lse` a range of rows is contiguous. Source: MEMO 3.1 and 4.1."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -42,13 +41,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes what makes a skeletal tensor, or the output of the layer.
-
-    kind: norm; column (x w^T, each tp rank has some of the columns of the result); row (residual + x w^T,
-    each tp rank has a part of the sum); activation. `reads`: the tensor that goes in, `takes` elements a
-    token; `gives`: elements a token that come out. `rotary`: positions are rotated into the result. `gated`:
-    what goes in is the product of two tensors, silu(first) * second, made for it, and for its backward again.
-    """
+    """Describes what makes a skeletal tensor, or the layer's output. `kind`: norm; column (x w^T, each tp
+    rank has some columns of the result); row (residual + x w^T, each tp rank has a part of the sum);
+    activation. `reads`: the tensor that goes in, `takes` elements a token; `gives`: elements a token that
+    come out. `rotary`: positions are rotated into the result. `gated`: what goes in is the product of two
+    tensors, silu(first) * second, made for it, and for its backward again."""
 
     kind: str
     reads: str
@@ -63,12 +60,10 @@ class Skeletal:
     """Describes one row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32
     statistic a token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns,
     otherwise by tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it,
-    for it is read by nothing else; the statistic <name>_scale belongs to it (memo/kernels/fp8.py).
-
-    `group`: the "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group,
-    each from what is there by then: what one group costs depends on no other. None: always swapped.
-    `made_by`: the operation that makes the group, on the group's first tensor.
-    """
+    for nothing else reads it; the statistic <name>_scale belongs to it (memo/kernels/fp8.py). `group`: the
+    "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group, each from
+    what is there by then: what one costs depends on no other. None: always swapped. `made_by`: the operation
+    that makes the group, on its first tensor."""
 
     name: str
     width: int = 0
@@ -142,8 +137,6 @@ class Layer:
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
                        qk_norm: bool) -> dict[str, Parameter]:
     """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
-    def whole(n: int, init: str) -> Parameter:
-        return Parameter((n,), None, init)
     parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
                   "proj_w": Parameter((C, Q), 1, "residual")}
     if mlp == "gelu":
@@ -156,10 +149,10 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
                        "v_b": Parameter((KV,), 0, "zeros")}
     if bias:
         parameters["fc1_b"] = Parameter((F,), 0, "zeros")
-        parameters |= {name: whole(C, "zeros") for name in ("proj_b", "fc2_b", "ln1_b", "ln2_b")}
-    parameters |= {"ln1_w": whole(C, "ones"), "ln2_w": whole(C, "ones")}
+        parameters |= {f"{name}_b": Parameter((C,), init="zeros") for name in ("proj", "fc2", "ln1", "ln2")}
+    parameters |= {name: Parameter((C,), init="ones") for name in ("ln1_w", "ln2_w")}
     if qk_norm:  # over the D elements of each head, the same for all heads
-        parameters |= {"q_norm_w": whole(D, "ones"), "k_norm_w": whole(D, "ones")}
+        parameters |= {name: Parameter((D,), init="ones") for name in ("q_norm_w", "k_norm_w")}
     return parameters
 
 
@@ -168,13 +161,11 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
                   bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, rope: bool = False,
                   metp: bool = False, subsequences: bool = False, fp8: bool = False) -> Layer:
     """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
-
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
     metp: only `mid` is kept of what is made from matrices that travel, and travel again in the backward.
     subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
-    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8.
-    """
+    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
     Q, KV = H * D, Hkv * D
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
 

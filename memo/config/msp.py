@@ -3,8 +3,7 @@ former have nothing of their own to compute. No torch. Source: SPPO 6.2.
 
 Stage s computes subsequence x in slot s + x. In the first p - 1 slots later stages have not begun, in the
 last p - 1 earlier ones have ended: in each slot all idle stages help all busy ones. A busy unit is cut into
-pieces in causal order: its home has the first one, each helper one of the others.
-"""
+pieces in causal order: its home has the first one, each helper one of the others."""
 
 from bisect import bisect_left
 from collections import Counter

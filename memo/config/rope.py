@@ -3,8 +3,7 @@ Face writes it. Without torch.
 
 Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by
 one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv
-2407.21783, and the reference code of its release).
-"""
+2407.21783, and the reference code of its release)."""
 
 import json
 import math

@@ -51,11 +51,6 @@ class AlphaProblem:
         apart = self.placement.apart
         return sum(t.nbytes for name, t in self.tensors.items() if not t.group and not apart(name))
 
-    @property
-    def all_bytes(self) -> int:
-        """Counts the bytes of one layer, without keys and values that lie apart."""
-        return self.always_bytes + self.others_bytes
-
     # --- units ---
 
     @cached_property
@@ -65,7 +60,7 @@ class AlphaProblem:
 
     @cached_property
     def parts(self) -> list[float]:
-        """Lists the rows of a unit at each subsequence, as a part of all rows."""
+        """Lists these rows as parts of all rows."""
         return [n / self.placement.n_rows for n in self.cuts]
 
     @property
@@ -82,8 +77,8 @@ class AlphaProblem:
     def weights(self) -> list[float]:
         """Lists the part of each subsequence in the rows of all swapped units; of all units where none is
         swapped."""
-        counted = [c * n for c, n in zip(self.swapped, self.cuts, strict=True)]
-        return [n / self.swapped_rows for n in counted] if any(counted) else self.parts
+        rows = self.swapped_rows
+        return [c * n / rows for c, n in zip(self.swapped, self.cuts, strict=True)] if rows else self.parts
 
     @cached_property
     def swapped_rows(self) -> int:
@@ -172,8 +167,7 @@ class AlphaProblem:
         The copies of the swapped units, U - n of all U, one after the other from the end of the first unit
         on, must be done when the last unit starts: U - 2 units' time. With the paper's n = 2 each must be
         done within the unit that follows; with more within the mean of the n - 1 units that follow, and the
-        others' part of U - 2.
-        """
+        others' part of U - 2."""
         p, found = self.placement, dict[int, float]()
         always = self.always_bytes + self.layer_keys_bytes
         for i, *following in p.followed:
@@ -185,12 +179,9 @@ class AlphaProblem:
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """Finds the largest alpha that each limit alone allows, "overlap", "host", and "device" where that is
-        known; the mean of all subsequences. At most 1.
-
-        Negative where x and attn_out alone are too much: the copies hide nowhere, or the host is too small
-        for alpha = 0.
-        """
+        """Finds the largest alpha, at most 1, that each limit alone allows: "overlap", "host", and "device"
+        where that is known; the mean of all subsequences. Negative where x and attn_out alone are too much:
+        the copies hide nowhere, or the host is too small for alpha = 0."""
         found = {"overlap": 1.0, "host": 1.0}
         if self.n_swapped:
             hides = [max(0.0, a) for a in self.overlap] if max(self.overlap) > 0 else self.overlap
@@ -258,27 +249,18 @@ def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
                     host <= problem.host_bytes)
 
 
-def one_for_all(problem: AlphaProblem, alphas: Sequence[float]) -> SwapPlan:
-    """Makes the SwapPlan with one alpha for all tensors, of each subsequence."""
-    return plan(problem, dict.fromkeys(problem.others, tuple(alphas)))
-
-
 def paper(problem: AlphaProblem) -> SwapPlan:
-    """Finds the one alpha for all tensors that is the largest under all limits. Source: MEMO 4.1.
-
-    Where x and attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they
-    are over the host limit some units keep only x.
-    """
-    return one_for_all(problem, problem.alphas)
+    """Finds the one alpha for all tensors that is the largest under all limits. Source: MEMO 4.1. Where x and
+    attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
+    host limit some units keep only x."""
+    return plan(problem, dict.fromkeys(problem.others, tuple(problem.alphas)))
 
 
 def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
-    """Finds the fractions that save the most recompute seconds under the limits of `paper`.
-
-    recompute_s: {group of the layer: seconds to rebuild all rows of it in one layer}. The limits are all of
-    the same sum of bytes, so the linear program is, for each subsequence, a knapsack: first what saves most
-    per byte, the last one in part.
-    """
+    """Finds the fractions that save the most recompute seconds under the limits of `paper`. `recompute_s`:
+    {group: seconds to rebuild all rows of it in one layer}. All limits are of the same sum of bytes, so that
+    the linear program is, for each subsequence, a knapsack: first what saves most per byte, the last one in
+    part."""
     groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
     nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
     densest = sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True)
@@ -296,7 +278,7 @@ def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan
 
 def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
     """Makes the SwapPlan of an alpha set by hand, in [0, 1], hidden or not. Errors: OutOfHostMemory."""
-    chosen = one_for_all(problem, [float(alpha)] * len(problem.cuts))
+    chosen = plan(problem, dict.fromkeys(problem.others, (float(alpha),) * len(problem.cuts)))
     if chosen.input_only:
         limit, needed = problem.limits["host"], problem.needed_bytes(alpha)
         longest = largest_block_size(problem, block_size, multiple, alpha)
@@ -318,10 +300,8 @@ def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: st
 def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
                        alpha: float | None = None) -> float:
     """Finds the longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least
-    x of all units; or x, attn_out and `alpha` of the others.
-
-    `block_size`: that of problem.nbytes. Infinite where no unit is swapped.
-    """
+    x of all units; or x, attn_out and `alpha` of the others. `block_size`: that of the problem. Infinite
+    where no unit is swapped."""
     if not problem.n_swapped:
         return inf
     needed = problem.least_bytes if alpha is None else problem.needed_bytes(alpha)

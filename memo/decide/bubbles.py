@@ -3,8 +3,7 @@ hidden. The run hands in what its stages measured, the estimate what it models. 
 
 A stage alone has for a subsequence's copies the seconds in which its layers compute. In the pipeline it also
 has those between this subsequence and the next one: of the head, and where stages that take longer leave it
-time. Whether the copies then hide, the pipeline says: the schedules of all stages, run together.
-"""
+time. Whether the copies then hide, the pipeline says: the schedules of all stages, run together."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,6 +1,5 @@
 """How many stages and subsequences, which cut and order, and where the states are: what a config leaves to
-"auto", chosen by whoever can judge a config with numbers: the estimate. No torch.
-"""
+"auto", chosen by whoever can judge a config with numbers: the estimate. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -150,11 +149,9 @@ def numbers_of(cfg: Config) -> list[int]:
 
 def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
     """Chooses (the Layout with numbers in place of auto, why these, in words): the best_of() those tried.
-
     Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
     become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
-    is tried with the number that was found; with all where layer by layer none fits.
-    """
+    is tried with the number that was found; with all where layer by layer none fits."""
     # a stage hands a subsequence on when all its layers are done with it
     both = (("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.states in ("sharded", "host") else
             ("layer", "subsequence"))

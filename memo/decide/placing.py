@@ -8,18 +8,7 @@ from memo.config.layer import INPUT, SPLIT_ROWS, Tensor, keys_dealt
 from memo.config.layout import Layout
 from memo.config.msp import guests_of, lent_by
 from memo.config.subsequences import unit_rows
-from memo.decide.alpha import (
-    ANY_HOST,
-    AlphaProblem,
-    Fractions,
-    SwapPlan,
-    fixed_alpha,
-    largest_block_size,
-    out_of_host_memory,
-    paper,
-    per_tensor,
-    plan,
-)
+from memo.decide import alpha
 from memo.memory.placement import Placement, Rows, rows
 
 
@@ -28,12 +17,13 @@ def rests(cfg: Layout) -> bool:
     return cfg.activation == "swap" and cfg.subsequences > 1
 
 
-def resting(problem: AlphaProblem) -> Rows:
+def resting(problem: alpha.AlphaProblem) -> Rows:
     """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the
     link carries while the next unit computes; fewer, in the same proportion, where the device has less
     room. Source: SPPO 5.2, whose alpha_i A_i is what travels of subsequence i."""
     p, x = problem.placement, problem.nbytes[INPUT]
-    room, whole = problem.device_bytes - p.device_bytes(problem.tensors), problem.all_bytes
+    room = problem.device_bytes - p.device_bytes(problem.tensors)
+    whole = problem.always_bytes + problem.others_bytes
     idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
     parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
     needs = sum(c * n * part for c, n, part in zip(problem.swapped, problem.parts, parts, strict=True))
@@ -87,7 +77,7 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
     return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
-def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
+def kept_rows(chosen: alpha.Fractions, most: alpha.Fractions, cuts: Sequence[int],
               granularity: int) -> dict[str, tuple[int, ...]]:
     """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; what that leaves of a
     subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
@@ -102,38 +92,36 @@ def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
     return found
 
 
-def place_rows(cfg: Layout, problem: AlphaProblem,
-               recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
+def place_rows(cfg: Layout, problem: alpha.AlphaProblem,
+               recompute_s: dict[str, float] | None = None) -> tuple[Placement, alpha.SwapPlan | None]:
     """Makes rows of cfg.activation, cfg.alpha and cfg.alpha_mode, for the problem that a config poses. The
-    SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it.
-
-    Errors: OutOfHostMemory, before anything is allocated.
-    """
+    SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it. Errors:
+    OutOfHostMemory, before anything is allocated."""
     N, cuts = problem.placement.n_rows, problem.cuts
     if cfg.activation == "keep":
         return placed(cfg, problem.placement.n_units), None
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
         return placed(cfg, 1, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
-    on_any_host = replace(problem, host_bytes=ANY_HOST)
+    on_any_host = replace(problem, host_bytes=alpha.ANY_HOST)
     if not cfg.finds_alpha:
-        alpha = 1.0 if cfg.activation == "swap" else cfg.alpha
-        chosen = most = fixed_alpha(problem, alpha, cfg.block_size, cfg.block_multiple)
+        given = 1.0 if cfg.activation == "swap" else cfg.alpha
+        chosen = most = alpha.fixed_alpha(problem, given, cfg.block_size, cfg.block_multiple)
     elif cfg.alpha_mode == "per_tensor" and problem.n_swapped:
         assert recompute_s is not None  # per_tensor needs it
-        chosen, most = (per_tensor(p, recompute_s) for p in (problem, on_any_host))
+        chosen, most = (alpha.per_tensor(p, recompute_s) for p in (problem, on_any_host))
     else:
-        chosen, most = paper(problem), paper(on_any_host)
+        chosen, most = alpha.paper(problem), alpha.paper(on_any_host)
     if not chosen.fits:
-        longest = largest_block_size(problem, cfg.block_size, cfg.block_multiple)
+        longest = alpha.largest_block_size(problem, cfg.block_size, cfg.block_multiple)
         remedy = f"the largest block_size that fits is {longest}" if longest else "no block_size fits"
         if fewer := int(problem.host_bytes) * cfg.batch_size // problem.least_bytes:
             remedy = f"--batch_size={fewer} fits, {remedy}"
-        raise out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes, remedy)
+        raise alpha.out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes, remedy)
     granularity = SPLIT_ROWS if len(cuts) > 1 else max(1, min(SPLIT_ROWS, N // 16))
     by_unit = kept_rows({name: chosen.fractions[name] for name in problem.others}, most.fractions, cuts,
                         granularity)
-    chosen = replace(plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
+    chosen = replace(alpha.plan(problem, {name: tuple(k / n for k, n in zip(kept, cuts, strict=True))
                                     for name, kept in by_unit.items()}), binds=chosen.binds)
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
                   for name in problem.tensors}

@@ -1,28 +1,16 @@
 """How much the stages of a pipeline compute for each other: of each slot of memo/config/msp.py who helps
 whom, and the part that a helper gets, so that all end together, where that is faster. The schedules of all
-stages, run together, are the judge, with seconds that are modelled for the machine's type. No torch. Source:
-SPPO 6.2.
-"""
+stages, run together, are the judge, with seconds modelled for the machine's type. Source: SPPO 6.2."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import fsum
 
+from memo.config import msp
 from memo.config.formulas import layer_forward_flops
 from memo.config.layer import tensors_of
 from memo.config.layout import LANES, Layout
-from memo.config.msp import (
-    Help,
-    Helping,
-    Parts,
-    Shares,
-    dealt_helpers,
-    even_parts,
-    guest_number,
-    helpers,
-    shares_of,
-)
 from memo.config.subsequences import ALIGNED, subsequence_lengths
 from memo.decide.bubbles import StageFacts, micro_batch_s, with_bubbles
 from memo.decide.placing import placed
@@ -45,7 +33,7 @@ def flops_of_rows(cfg: Layout, x: int, rows: int) -> float:
     return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
 
 
-def shares_with(cfg: Layout, parts: Parts) -> Shares:
+def shares_with(cfg: Layout, parts: msp.Parts) -> msp.Shares:
     """Makes the Shares of a config of Parts."""
     ranks = cfg.cp * cfg.tp
     cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
@@ -53,12 +41,12 @@ def shares_with(cfg: Layout, parts: Parts) -> Shares:
     aligned = ALIGNED * cfg.batch_size * cfg.layout_multiple // ranks
     if all(n % aligned == 0 and n >= 2 * cfg.pp * aligned for n in cuts):
         multiple = aligned
-    return shares_of(cfg.depths, cuts, multiple, partial(flops_of_rows, cfg), parts)
+    return msp.shares_of(cfg.depths, cuts, multiple, partial(flops_of_rows, cfg), parts)
 
 
-def even_shares(cfg: Layout, helping: Helping = helpers) -> Shares:
+def even_shares(cfg: Layout, helping: msp.Helping = msp.helpers) -> msp.Shares:
     """Makes the Shares with which, messages free, every stage computes as much in each slot."""
-    return shares_with(cfg, even_parts(cfg.pp, cfg.subsequences, helping))
+    return shares_with(cfg, msp.even_parts(cfg.pp, cfg.subsequences, helping))
 
 
 def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: int,
@@ -74,9 +62,9 @@ def fastest_part(unit: UnitRates, message_s: float, message_back_s: float, n: in
     return slot_s(best), best
 
 
-def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
+def fastest_parts(stages: Sequence[StageFacts], helping: msp.Helping) -> msp.Parts:
     """Finds the Parts soonest done: all helpers help, fewer, or none where messages outweigh it."""
-    found, cfg = Parts(), stages[0].cfg
+    found, cfg = msp.Parts(), stages[0].cfg
     free = even_shares(cfg, helping)
     seconds = [lane_seconds(one, free) for one in stages]
     for unit in dict.fromkeys(piece[:2] for piece in free):
@@ -97,7 +85,7 @@ def fastest_parts(stages: Sequence[StageFacts], helping: Helping) -> Parts:
     return found
 
 
-def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved], Help, bool], float]:
+def lane_seconds(home: StageFacts, shares: msp.Shares) -> Callable[[Sequence[Moved], msp.Help, bool], float]:
     """Makes what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
     layer, beside those of the others at the same time, in the forward or `back`."""
     assert home.ends is not None
@@ -106,33 +94,33 @@ def lane_seconds(home: StageFacts, shares: Shares) -> Callable[[Sequence[Moved],
         return lambda moved, piece, back: 0.0
     sizes = Sizes(placed(cfg, 2), tensors_of(cfg, home.itemsize), lanes.numel)
 
-    def seconds(moved: Sequence[Moved], piece: Help, back: bool) -> float:
-        unit = Unit(0, guest_number(piece, cfg.n_subsequences))
+    def seconds(moved: Sequence[Moved], piece: msp.Help, back: bool) -> float:
+        unit = Unit(0, msp.guest_number(piece, cfg.n_subsequences))
         steps = [Step(Op.SEND, unit, what, back, piece.helper) for what in moved]
         together = max(piece.turns, piece.together)
         return fsum(lanes.seconds(sizes.moved(step), step, together) for step in steps)
     return seconds
 
 
-def kept(facts: StageFacts, shares: Shares) -> Placed:
+def kept(facts: StageFacts, shares: msp.Shares) -> Placed:
     """Places a stage that keeps all activations: what is left are its computing and its messages."""
     cfg = replace(facts.cfg, shares=shares)
     return Placed(placed(cfg, placed(cfg, 1).n_units), None)
 
 
-def decided_shares(stages: Sequence[StageFacts]) -> Shares:
+def decided_shares(stages: Sequence[StageFacts]) -> msp.Shares:
     """Decides the fastest Shares: idle stages help all busy ones, or are dealt out to them; before their own
     subsequences, behind them, both or not at all. All stages must have the same facts."""
     cfg = stages[0].cfg
     if not all(one.timed for one in stages):
         return even_shares(cfg)
-    ways: list[Shares] = [()]
-    for helping in (helpers, dealt_helpers):
+    ways: list[msp.Shares] = [()]
+    for helping in (msp.helpers, msp.dealt_helpers):
         whole = shares_with(cfg, fastest_parts(stages, helping))
         ways += [whole, *(tuple(piece for piece in whole if piece.before == before)
                           for before in (True, False))]
 
-    def seconds(shares: Shares) -> float:
+    def seconds(shares: msp.Shares) -> float:
         return micro_batch_s(stages, [kept(one, shares) for one in stages])
     return min(dict.fromkeys(ways), key=seconds)
 
@@ -173,7 +161,7 @@ def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
     return max(0, nbytes - facts.room.spare_bytes)
 
 
-def with_shares(facts: StageFacts, shares: Shares) -> StageFacts:
+def with_shares(facts: StageFacts, shares: msp.Shares) -> StageFacts:
     """Makes the facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1)

@@ -1,6 +1,5 @@
 """The one decision: where the activations live, from rates and room. The run hands in what it measured, the
-estimate what it models. No torch. Source: MEMO 4.1.
-"""
+estimate what it models. No torch. Source: MEMO 4.1."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -95,19 +94,16 @@ def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys
         # on CUDA a copy to pageable memory holds the host up, and hides behind nothing
         seconds = (0.0,) * len(p.lengths)
     elif rates:
-        seconds = tuple(part * unit.forward_s for unit, part, _ in pieces_of(p, rates.units)) if p.several else (
-            rates.forward_s,)
+        pieces = pieces_of(p, rates.units) if p.several else ()
+        seconds = tuple(part * unit.forward_s for unit, part, _ in pieces) or (rates.forward_s,)
     return AlphaProblem(p, tensors_of(cfg, itemsize), seconds, rate, room.host_bytes)
 
 
 def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem:
-    """Gives the problem as many buffers as there is room for, where that is for memo to find.
-
-    A buffer more is a unit less to swap: where more than two fit whole, up to one a unit, they are taken;
-    with alpha_mode=paper, either all of them or two. So on a CPU, whose memory is the host's: there a copy
-    frees nothing and takes the time of the cores that compute. Where all do not fit there, the host's limit
-    alone bounds the two.
-    """
+    """Gives the problem as many buffers as there is room for, where that is for memo to find. A buffer more
+    is a unit less to swap: where more than two fit whole, up to one a unit, they are taken; with
+    alpha_mode=paper, or on a CPU, either all of them or two. A CPU's memory is the host's: there a copy frees
+    nothing and takes the time of the cores that compute, and the host's limit alone bounds the two."""
     if rests(cfg) and not room.cpu:
         return replace(problem, device_bytes=room.spare_bytes)
     if not (swaps_layers(cfg) and cfg.finds_alpha):

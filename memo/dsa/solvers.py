@@ -5,8 +5,7 @@ the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `hig
 is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak, seconds that
 it took). The bound says nothing up to `stop`, since no solver looks for a lower peak. Seconds are of work:
 steps of one thread are counted, as on one core of some machine, and no clock is read, so that a result is the
-same on every machine, however busy. Source: MEMO 4.2.
-"""
+same on every machine, however busy. Source: MEMO 4.2."""
 
 import sys
 from collections.abc import Callable, Sequence

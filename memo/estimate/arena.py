@@ -1,6 +1,5 @@
 """The arena of temporary tensors of a step: of a trace, which takes the model itself
-(memo/run/trace_step.py), or a bound.
-"""
+(memo/run/trace_step.py), or a bound."""
 
 import hashlib
 from collections.abc import Callable

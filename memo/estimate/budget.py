@@ -1,6 +1,5 @@
 """What a config needs and gives on a machine: bytes of every region of all stages, alpha, seconds of a step,
-MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from arena.py.
-"""
+MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from arena.py."""
 
 from collections.abc import Callable
 from copy import copy
@@ -269,13 +268,6 @@ class Estimate:
         if not self.fits:
             return "device memory" if self.reason == "oom" else "host memory"
         return names[self.plan.binds] if self.plan and self.plan.binds else "compute"
-
-    @property
-    def layer_offload_s(self) -> float | None:
-        """Counts the seconds to copy a layer that is swapped, all its units; None where none is."""
-        if self.plan is None or self.alpha is None:
-            return None
-        return self.plan.layer_bytes / self.machine.node.pcie_bytes_per_s
 
 
 def decided(facts: StageFacts) -> tuple[Placed, str | None]:

@@ -4,8 +4,7 @@ slow each other here.
 
     part      what a rank has of the MLP's matrices; a step of the MLP uses one of them, tp in all
     group     of heads, whose q, k and v exist at once
-    hop       of a part to the next rank, in the backward of its fp32 gradients too
-"""
+    hop       of a part to the next rank, in the backward of its fp32 gradients too"""
 
 from math import fsum, prod, sqrt
 

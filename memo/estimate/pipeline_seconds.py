@@ -10,7 +10,7 @@ from memo.config.layout import Layout
 from memo.config.subsequences import subsequence_lengths, unit_rows
 from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
 from memo.estimate.regions import Stage, micros_of_rank
-from memo.estimate.roofline import norm_of, units_of_passes
+from memo.estimate.roofline import NORMS, units_of_passes
 from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
 from memo.schedule.order import keys_leave
@@ -60,7 +60,7 @@ def head_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
     matmuls = 3 * machine.seconds("matmul", 2 * rows * C * V, sqrt(C * V))
     units = units_of_passes(cfg, machine)
     losses = machine.seconds("cross entropy", units["cross entropy"] * rows * V * itemsize, rows * V)
-    passes = (f"{norm_of(cfg)} {way}" for way in ("forward", "backward"))
+    passes = (f"{NORMS[cfg.norm]} {way}" for way in ("forward", "backward"))
     norms = sum(machine.seconds(op, units[op] * u, u) for op in passes)
     # inputs and their gradients; logsumexps, and a sum of what the targets have, which is a scattered
     # sum and a gather
@@ -146,18 +146,13 @@ def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
-    return Ends(embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize), send, send_gradient,
-                lanes_of(cfg, machine, world) if cfg.msp else None)
-
-
-def lanes_of(cfg: Layout, machine: Machine, world: int) -> Lanes:
-    """Models the Lanes of a config that says which stage."""
-    rates = []
-    for other in range(cfg.pp):
-        first, last = sorted((cfg.stage, other))
-        rates.append(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, first, MESSAGE_BYTES, last - first))
-    memory = MESSAGE_BYTES / machine.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
-    return Lanes(tuple(rates), layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory)
+    ends = Ends(embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize), send, send_gradient)
+    if cfg.msp:
+        rates = tuple(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, min(cfg.stage, other), MESSAGE_BYTES,
+                                            abs(cfg.stage - other)) for other in range(cfg.pp))
+        memory = MESSAGE_BYTES / machine.seconds("copy", MESSAGE_BYTES, MESSAGE_BYTES)
+        return ends._replace(lanes=Lanes(rates, layer_numel(cfg, world // (cfg.pp * cfg.tp)), memory))
+    return ends
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,

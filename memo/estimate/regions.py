@@ -12,15 +12,7 @@ from memo.config.layout import Layout, n_communicators
 from memo.decide import alpha
 from memo.decide.choose import with_stages
 from memo.estimate.arena import fast_arena
-from memo.memory.flat import (
-    bucket_places,
-    gradients_in_turns,
-    layer_numel,
-    local_layout,
-    shared_numel,
-    staged_bytes,
-    weights_in_turns,
-)
+from memo.memory import flat
 from memo.memory.placement import Placement
 from memo.memory.sizes import HOST_SHARE, Sizes, granted_bytes, shared_regions
 from memo.schedule.periods import Totals
@@ -81,17 +73,17 @@ def micros_of_rank(cfg: Layout, world: int) -> int:
 def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
     """Counts (parameters of a rank, padded, ranks that share its optimizer, Lines of all but activations)."""
     data = world // (cfg.pp * cfg.tp)
-    layout, buckets = local_layout(cfg, cfg.tp, data)
+    layout, buckets = flat.local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micros_of_rank(cfg, world)
     numel, on_host = buckets[-1][1], cfg.optimizer_on_host
     whole = data == 1 and itemsize == 4 and not on_host and not cfg.layers_come  # the weights are the masters
     optimizer = (STATES_BYTES - 4 * whole) * numel // data
-    come, leave = weights_in_turns(cfg), gradients_in_turns(cfg, micros)
-    params, grads = (bucket_places(buckets, in_turns)[1] for in_turns in (come, leave))
+    come, leave = flat.weights_in_turns(cfg), flat.gradients_in_turns(cfg, micros)
+    params, grads = (flat.bucket_places(buckets, in_turns)[1] for in_turns in (come, leave))
     grads, staged = 4 * grads, 0
     if on_host:  # see memo/states/staging.py
-        grads += 4 * shared_numel(layout, cfg.tp)
-        staged = staged_bytes(cfg, numel // data, micros, itemsize)
+        grads += 4 * flat.shared_numel(layout, cfg.tp)
+        staged = flat.staged_bytes(cfg, numel // data, micros, itemsize)
     else:
         grads += 4 * sum(buckets[k][1] - buckets[k][0] for k in come) // data
     # rows of rotations: with METP of own rows alone
@@ -130,7 +122,7 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
             "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys = p.region_bytes(tensors), p.keys_bytes(tensors)
     if p.guests or p.lent:
-        regions |= shared_regions(Sizes(p, tensors, layer_numel(cfg, data)))
+        regions |= shared_regions(Sizes(p, tensors, flat.layer_numel(cfg, data)))
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
@@ -154,7 +146,7 @@ def host_capacity(cfg: Layout, machine: Machine, world: int) -> int:
     optimizer: those that host_memory_gb grants, or those left beside the copy that a checkpoint is written
     from. Errors: ConfigError where the node has fewer."""
     return granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
-                               snapshot_bytes(cfg, machine, world), "what a node has")
+                         snapshot_bytes(cfg, machine, world), "what a node has")
 
 
 def host_share(cfg: Layout, machine: Machine, world: int) -> int:

@@ -14,7 +14,7 @@ from memo.estimate.budget import Estimate
 from memo.estimate.picture import dry_run
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
-from memo.estimate.search import at_its_end, config_with, estimate_or_none, remedies
+from memo.estimate.search import LONGEST, MULTIPLE, config_with, estimate_or_none, remedies
 from memo.kernels.backends import kernel_of
 from memo.plots.pipeline import pipeline
 from memo.system.command import progress
@@ -122,7 +122,7 @@ def advice(got: Estimate) -> list[str]:
 
 def as_dict(got: Estimate) -> dict[str, object]:
     """Makes the object of --json. device_bytes are a rank's, host_bytes a node's; None: not known."""
-    layer = got.layer
+    layer, plan = got.layer, got.plan if got.alpha is not None else None  # of a stage that swaps layers
     regions = dict.fromkeys(("params", "grads", "optimizer", "rounding_buffers", "transient", "head"), 0)
     for line in got.lines:
         if line.device_bytes:
@@ -143,7 +143,8 @@ def as_dict(got: Estimate) -> dict[str, object]:
     return dict(layout=layout, alpha=got.alpha, alpha_limits=limits, binds=got.binds,
                 device_bytes=regions | dict(total=got.device_bytes, capacity=got.capacity),
                 host_bytes=dict(total=got.host_bytes, capacity=got.host_capacity),
-                seconds=dict(layer_forward=layer and layer.forward_s, layer_offload=got.layer_offload_s,
+                seconds=dict(layer_forward=layer and layer.forward_s,
+                             layer_offload=plan and plan.layer_bytes / got.machine.node.pcie_bytes_per_s,
                              step=got.seconds.get("step"), parts=parts),
                 mfu=got.mfu, tgs=got.tgs, fits=got.fits, reason=got.reason, why=got.why,
                 keys=dict(block_size=cfg.block_size, activation=cfg.activation, alpha_mode=cfg.alpha_mode,
@@ -180,6 +181,7 @@ def limit_of(most: Estimate) -> tuple[str, str]:
     else:
         device, host = most.device_bytes / most.capacity, most.host_bytes / max(1, most.host_capacity)
         name, full = f"{'device' if device > host else 'host'} memory", f" ({max(device, host):.0%} full)"
-    if at_its_end(most):
+    unit = MULTIPLE * most.cfg.cp * most.cfg.tp
+    if most.cfg.block_size + unit > max(LONGEST, unit):  # the search ended here, not the memory
         return "search", f"where this search ends; more would fit: {name}{full}"
     return name, name + full

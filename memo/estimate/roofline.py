@@ -6,8 +6,7 @@ alone, in a ring, by Ulysses, or over the keys and values of all subsequences up
 A rank's own rows are N = B*T/tp; `row_bytes`, those of one element of each, is the unit of elementwise
 passes and messages, whose amounts are bytes read and written, or sent. Sizes that speeds depend on: of a
 matrix product the geometric mean of the weight's dims, of attention the keys of a rank's block, of
-elementwise passes their bytes. Source: MEMO 4.1.
-"""
+elementwise passes their bytes. Source: MEMO 4.1."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,6 +27,7 @@ PASSES = {"norm forward": 2, "norm backward": 4, "rms norm forward": 2, "rms nor
 PASSES_OF_TORCH = {"norm forward": 4, "norm backward": 8, "rms norm forward": 20, "rms norm backward": 48,
                    "rotary": 10, "merge": 9, "swiglu forward": 5, "swiglu backward": 13, "cross entropy": 6}
 PASSES_OF = {"torch": PASSES_OF_TORCH, "te": PASSES | {"norm backward": 6, "rms norm backward": 6}}  # cfg.ops
+NORMS = {"layernorm": "norm", "rmsnorm": "rms norm"}  # {cfg.norm: its operation}
 ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the forward has two
 # parts of a step that a Cost may count for
 KERNELS, MESSAGES, REST = "attention", "messages", "rest of the layers"
@@ -50,11 +50,6 @@ def units_of_passes(cfg: Config, machine: Machine) -> dict[str, int]:
     """Looks up {operation: tensors that it reads and writes} with the kernels of cfg.ops."""
     measured = machine.speeds is not None and "rotary" in machine.speeds.table
     return PASSES if measured else PASSES_OF.get(cfg.ops, PASSES)
-
-
-def norm_of(cfg: Config) -> str:
-    """Names the norm's operation."""
-    return {"layernorm": "norm", "rmsnorm": "rms norm"}[cfg.norm]
 
 
 class Unit:
@@ -115,7 +110,7 @@ class Unit:
         return self.elementwise(op, self.passes[op] * width)
 
     def norm(self, way: str) -> Cost:
-        return self.kernel_pass(f"{norm_of(self.cfg)} {way}", self.C)
+        return self.kernel_pass(f"{NORMS[self.cfg.norm]} {way}", self.C)
 
     def copy(self, elements: float) -> Cost:
         return self.elementwise("copy", elements)
@@ -172,9 +167,10 @@ def kernels_before(u: Unit, way: str) -> list[Cost]:
 def attention(u: Unit) -> tuple[list[Cost], list[Cost]]:
     """Costs (forward, backward) of attention, from q, k and v on."""
     both = prefix if u.several else ulysses if u.ulysses else ring
-    forward, backward = both(u) if u.several or u.ring > 1 else ([], [])
-    return ([*own_kernels(u, "forward"), *kernels_before(u, "forward"), *forward],
-            [*own_kernels(u, "backward"), *kernels_before(u, "backward"), *backward])
+    beside = both(u) if u.several or u.ring > 1 else ([], [])
+    forward, backward = ([*own_kernels(u, way), *kernels_before(u, way), *more]
+                         for way, more in zip(WAYS, beside, strict=True))
+    return forward, backward
 
 
 # --- a ring ---

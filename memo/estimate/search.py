@@ -279,12 +279,6 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
         return sorted(filter(None, exact), key=length, reverse=True)
 
 
-def at_its_end(got: Estimate) -> bool:
-    """Says whether the search for the longest context, not the memory, ended at this Estimate."""
-    unit = MULTIPLE * got.cfg.cp * got.cfg.tp
-    return got.cfg.block_size + unit > max(LONGEST, unit)
-
-
 def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
     """Lists [(what to change, Estimate)] with which it would fit, fastest first, last a shorter context."""
     cfg, machine, world, cpu = got.asked, got.machine, got.world, dict(optimizer_device="cpu")

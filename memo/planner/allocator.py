@@ -3,8 +3,7 @@
 The requests of a segment (a layer's forward, say) without a plan are served by torch and recorded, once; with
 one they get their planned addresses in the arena. A request that the plan does not have, or whose place is
 taken, is a miss: torch serves it, it is counted and reported once for each segment. What is requested outside
-the segments never comes near the plan. Source: MEMO 4.3.3.
-"""
+the segments never comes near the plan. Source: MEMO 4.3.3."""
 
 import ctypes
 import hashlib

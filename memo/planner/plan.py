@@ -3,13 +3,12 @@
 A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`, with `begin <segment>` and
 `end <segment>` around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward,
 the optimizer. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
-pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2.
-"""
+pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2."""
 
 import hashlib
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -48,46 +47,45 @@ class Plan:
         return self.arena_bytes == self.lower_bound
 
 
+def problem_of(lives: Lives, alignment: int) -> Problem:
+    """Makes the Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
+    ranks = {t: rank for rank, t in enumerate(sorted({t for *times, _ in lives for t in times}))}
+    buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
+    return Problem(tuple(buffers), alignment=alignment)
+
+
+@lru_cache(64)  # equal problems (a layer's, a chunk's of the head) are solved once; without its head, too
+def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Solution:
+    return solve(problem, solver, time_limit, enough)
+
+
+@dataclass
 class Levels:
-    """Solves equal problems (a layer's, or a chunk's of the head) once, and remembers what it took."""
+    """Solves problems; `rows`: what each that is another took."""
 
-    def __init__(self, alignment: int, solver: str, time_limit: float) -> None:
-        self.alignment, self.solver, self.time_limit = alignment, solver, time_limit
-        self.solutions: dict[tuple[Problem, int], Solution] = {}
-        self.rows: list[dict] = []
-
-    def problem(self, lives: Lives) -> Problem:
-        """Makes the Problem of [(lower, upper, bytes)], the times replaced by their ranks."""
-        times = sorted({t for lower, upper, _ in lives for t in (lower, upper)})
-        ranks = {t: rank for rank, t in enumerate(times)}
-        buffers = (Buffer(str(i), ranks[lower], ranks[upper], n) for i, (lower, upper, n) in enumerate(lives))
-        return Problem(tuple(buffers), alignment=self.alignment)
+    alignment: int
+    solver: str
+    time_limit: float
+    rows: dict[tuple[Problem, int], dict] = field(default_factory=dict)
 
     def bound(self, lives: Lives) -> int:
-        return lower_bound(self.problem(lives))
+        return lower_bound(problem_of(lives, self.alignment))
 
     def solve(self, name: str, lives: Lives, enough: int = 0) -> tuple[list[int], int]:
         """Finds (offsets, peak). `enough`: bytes, a peak that need not be lower."""
         offsets, peak = [0] * len(lives), 0
         enough = max(enough, int(NEAR * self.bound(lives)))
         for group in components((lower, upper) for lower, upper, _ in lives):
-            key = self.problem([lives[i] for i in group]), enough
-            if key not in self.solutions:
-                many = self.solver == "auto" and len(group) > MOST_SEARCHED
-                s = solved(key[0], "greedy" if many else self.solver, self.time_limit, enough)
-                self.solutions[key] = s
-                self.rows.append(dict(segment=name, n=len(group), lower_bound=s.lower_bound, peak=s.peak,
-                                      proven=s.proven, solver=s.solver, seconds=s.seconds))
-            s = self.solutions[key]
+            problem = problem_of([lives[i] for i in group], self.alignment)
+            many = self.solver == "auto" and len(group) > MOST_SEARCHED
+            s = solved(problem, "greedy" if many else self.solver, self.time_limit, enough)
+            self.rows.setdefault((problem, enough), dict(
+                segment=name, n=len(group), lower_bound=s.lower_bound, peak=s.peak, proven=s.proven,
+                solver=s.solver, seconds=s.seconds))
             peak = max(peak, s.peak)
             for i, offset in zip(group, s.offsets, strict=True):
                 offsets[i] = offset
         return offsets, peak
-
-
-@lru_cache(64)  # the layers of a step are planned without its head, too
-def solved(problem: Problem, solver: str, time_limit: float, enough: int) -> Solution:
-    return solve(problem, solver, time_limit, enough)
 
 
 def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limit: float = 60.0,
@@ -116,7 +114,7 @@ def plan_trace(trace: Trace, solver: str = "auto", alignment: int = 1, time_limi
     places = {(r.segment, r.k): base + offset for (its, offsets, _), base in zip(blocks, bases, strict=True)
               for r, offset in zip(its, offsets, strict=True)}
     in_order = [places[r.segment, r.k] for r in requests if r.planned]
-    return placed(trace, solver, alignment, in_order, levels.rows, time.perf_counter() - start)
+    return placed(trace, solver, alignment, in_order, [*levels.rows.values()], time.perf_counter() - start)
 
 
 def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels: list[dict],
@@ -124,7 +122,7 @@ def placed(trace: Trace, solver: str, alignment: int, offsets: list[int], levels
     """Makes the Plan with these offsets of the planned requests. Errors: ValueError, TypeError: overlap."""
     requests, spans = requests_of(trace)
     planned = [r for r in requests if r.planned]
-    problem = Levels(alignment, solver, 0.0).problem([(r.lower, r.upper, r.bytes) for r in planned])
+    problem = problem_of([(r.lower, r.upper, r.bytes) for r in planned], alignment)
     peak = max((offset + problem.rounded(i) for i, offset in enumerate(offsets)), default=0)
     solution = Solution(tuple(offsets), peak, lower_bound(problem), solver, seconds)
     validate(problem, solution)
