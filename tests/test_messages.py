@@ -55,7 +55,9 @@ def program_of(cfg, rank, dp, lost):
     placement = None  # every unit keeps its own
     if cfg.activation == "recompute":
         placement, _ = place_rows(cfg, problem_of(cfg, 2, None, Room(0)))
-    model.reserve(B, T, placement, streams=open_streams(torch.device("cpu")))
+    streams = open_streams(torch.device("cpu"))
+    streams.named("replicas").threaded = False  # the host's waits have places in its order
+    model.reserve(B, T, placement, streams=streams)
     if lost:
         rebuild(model, cfg, lost)
     optimizer, tokens = Optimizer(model, cfg), torch.zeros(B, T, dtype=torch.int64, device="meta")

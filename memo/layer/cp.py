@@ -211,15 +211,13 @@ def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
         alone = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
                           partial(pieces_backward, kernel))
         return alone._replace(takes_out=kernel.takes_out), alone
-    label = f"{kind} of {axis.size}, {kernel.label}"
+    made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}")
     if kind == "ring":
-        return (Attention(kernel.name, label, partial(ring_forward, kernel, axis, ahead, merge),
-                          partial(ring_backward, kernel, axis, ahead),
-                          start=partial(ring_start, axis, ahead)),
-                Attention(kernel.name, label, partial(passing_forward, kernel, axis, merge),
-                          partial(passing_backward, kernel, axis)))
-    return (Attention(kernel.name, label, partial(ulysses_forward, kernel, axis, merge, True),
-                      partial(ulysses_backward, kernel, axis, True), heads=axis.size),
-            Attention(kernel.name, label, partial(ulysses_forward, kernel, axis, merge, False),
-                      partial(ulysses_backward, kernel, axis, False), partial(pair_to_heads, axis),
-                      partial(pair_to_tokens, axis), ranks=axis.size))
+        return (made(partial(ring_forward, kernel, axis, ahead, merge),
+                     partial(ring_backward, kernel, axis, ahead), start=partial(ring_start, axis, ahead)),
+                made(partial(passing_forward, kernel, axis, merge), partial(passing_backward, kernel, axis)))
+    return (made(partial(ulysses_forward, kernel, axis, merge, True),
+                 partial(ulysses_backward, kernel, axis, True), heads=axis.size),
+            made(partial(ulysses_forward, kernel, axis, merge, False),
+                 partial(ulysses_backward, kernel, axis, False), partial(pair_to_heads, axis),
+                 partial(pair_to_tokens, axis), ranks=axis.size))

@@ -21,16 +21,11 @@ from memo.system.axis import Works
 
 
 class Mark(Protocol):
-    """Names what a host needs to wait for a point in a stream."""
-
-    def wait(self) -> object: ...
-
-
-class TimedMark(Mark, Protocol):
-    """Names what a Timeline needs of a mark in a stream."""
+    """Names what a host and a Timeline need of a point in a stream."""
 
     done: Callable[[], bool]
 
+    def wait(self) -> object: ...
     def seconds_since(self, other: Self) -> float: ...
 
 
@@ -46,9 +41,9 @@ class Timeline:
     """What ran when since the last take(): spans of two marks each, read when the device is done."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, str, str, TimedMark, TimedMark]] = []
+        self.spans: list[tuple[str, str, str, Mark, Mark]] = []
 
-    def add(self, stream: str, kind: str, label: str, before: TimedMark, behind: TimedMark) -> None:
+    def add(self, stream: str, kind: str, label: str, before: Mark, behind: Mark) -> None:
         self.spans.append((stream, kind, label, before, behind))
 
     def clear(self) -> None:
@@ -72,7 +67,7 @@ class Timeline:
 class Untimed(Timeline):
     """Keeps no spans."""
 
-    def add(self, stream: str, kind: str, label: str, before: TimedMark, behind: TimedMark) -> None: ...
+    def add(self, stream: str, kind: str, label: str, before: Mark, behind: Mark) -> None: ...
 
 
 class TimedStream(Protocol):
@@ -81,7 +76,7 @@ class TimedStream(Protocol):
     name: str
     timeline: Timeline
 
-    def mark(self) -> TimedMark: ...
+    def mark(self) -> Mark: ...
     def start(self, work: Callable[..., object], *args: object) -> None: ...
     def hold(self, event: Event) -> None: ...
 
@@ -226,61 +221,23 @@ class CpuStream(TimedStream):
             self.worker = None
 
 
-class WorksMark:
-    """The end of messages under way, for which several threads may wait."""
-
-    def __init__(self, works: Works[torch.Tensor], before: Iterable["WorksMark"]) -> None:
-        self.works: Works[torch.Tensor] | None = works  # None: somebody has waited for them
-        self.lock = threading.Lock()
-        self.error: RuntimeError | None = None
-        self.before = [mark for mark in before if mark.works]
-
-    def wait(self) -> None:
-        """Returns when all have ended. Errors: what a library raised."""
-        for mark in self.before:
-            mark.wait()
-        with self.lock:  # once: gloo brings a sum in wait(), and a second one would bring it again
-            works, self.works, self.before = self.works, None, []
-            try:
-                if works is not None:
-                    works.wait()
-            except RuntimeError as e:
-                self.error = e
-        if self.error is not None:
-            raise self.error
-
-
-class CpuMessages:
+class CpuMessages(CpuStream):
     """The stream of messages that a library sends by threads of its own. The caller starts each, so that they
-    have one order on all ranks, and waits before for what they wait for."""
+    have one order on all ranks, and waits before for what they wait for; the worker waits for their ends."""
 
-    def __init__(self) -> None:
-        self.newest: WorksMark | None = None
-
-    def launch(self, label: str, work: Callable[..., object], *args: object) -> None:
-        """Starts the messages of work(*args), which gives Works; they leave no span."""
-        before, works = [self.newest, *self.newest.before] if self.newest else [], work(*args)
+    def start(self, work: Callable[..., object], *args: object) -> None:
+        works = work(*args)
         assert isinstance(works, Works)
-        self.newest = WorksMark(works, before)
+        super().start(works.wait)
 
-    def record(self, event: Event) -> None:
-        event.mark = self.newest
-
-    def wait(self, event: Event, label: str = "") -> None:
-        """Waits until the last record() of `event` is reached."""
+    def hold(self, event: Event) -> None:
         if event.mark is not None:
             event.mark.wait()
-
-    def close(self) -> None:
-        """Waits for all messages."""
-        if self.newest is not None:
-            self.newest.wait()
 
 
 # --- both ---
 
 Stream = CudaStream | CpuStream
-AnyStream = Stream | CpuMessages
 
 
 class Streams(NamedTuple):
@@ -291,9 +248,9 @@ class Streams(NamedTuple):
     offload: Stream
     prefetch: Stream
     timeline: Timeline
-    others: Mapping[str, AnyStream] = MappingProxyType({})
+    others: Mapping[str, Stream] = MappingProxyType({})
 
-    def named(self, name: str) -> AnyStream:
+    def named(self, name: str) -> Stream:
         """Finds a stream by its name."""
         return self.others[name] if name in self.others else getattr(self, name)
 
@@ -309,8 +266,8 @@ def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[s
     compute: Stream = CpuStream("compute", timeline, threaded=False)
     if not cpu:
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
-    others: dict[str, AnyStream] = {name: opened(name) for name in (*("send", "receive") * messages, *lanes)}
-    others["replicas"] = CpuMessages() if cpu else CudaMessages(
+    others: dict[str, Stream] = {name: opened(name) for name in (*("send", "receive") * messages, *lanes)}
+    others["replicas"] = CpuMessages("replicas", Untimed()) if cpu else CudaMessages(
         "replicas", timeline, torch.cuda.Stream(device, -1))
     # a thread's clock is not a GPU's: its spans are in no picture then
     others["optimizer"] = CpuStream("optimizer", timeline if cpu else Untimed())

@@ -160,11 +160,6 @@ def advance(clock: dict[K, int], other: Mapping[K, int]) -> None:
             clock[stream] = number
 
 
-def compute_only(steps: Schedule) -> Schedule:
-    """Picks the steps of the compute stream, which then wait for nobody."""
-    return {step: {} for step in steps if step.computes}
-
-
 class Passes(NamedTuple):
     """The schedules of a run, in parts that are launched at once. Passes follow each other in any order, so a
     step also waits for what each of them may have left: a step that its own pass launches later is an earlier
@@ -178,8 +173,8 @@ class Passes(NamedTuple):
     update: Schedule = {}
 
     def compute_only(self) -> "Passes":
-        """Leaves the steps of all other streams out."""
-        return Passes(*map(compute_only, self))
+        """Picks the steps of the compute stream, which then wait for nobody."""
+        return Passes(*({step: {} for step in part if step.computes} for part in self))
 
 
 def passes_of(program: Program, states: States,
