@@ -55,8 +55,7 @@ def cudnn_version(n: int) -> str:
 
 
 def order(facts: Facts) -> tuple[str, ...]:
-    """Lists the kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; before
-    Hopper torch too prefers its flash kernel to cuDNN."""
+    """Lists the kernels that `auto` chooses from, the fastest first. Source: docs/kernels.md; torch."""
     if facts.device == "cpu":
         return ("cpu", "math")
     newest: tuple[str, ...] = {9: ("flash_attn_4", "flash_attn_3", "cudnn"),

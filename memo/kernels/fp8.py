@@ -13,10 +13,9 @@ For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the
               for rows so much smaller than the largest one that e5m2 has no exponent for them
 
 A row's scale is of that row alone, so that a range of rows gets the same bits as all of them, whatever the
-other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used, and
-nothing of them is kept: five bytes of each weight, with which a product of n rows computes 2 n FLOPs, are
-little at the lengths here. Those that travel (METP) are rounded where they come from: half the bytes are on
-the way, and products of many pieces of rows take them as they are.
+other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used: the
+time for that is little at the lengths here. Those that travel (METP) are rounded where they come from: half
+the bytes are on the way, and products of many pieces of rows take them as they are.
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
@@ -96,8 +95,7 @@ class Gradient:
 
 def scale_of(amax: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Finds the power of two that gives the largest magnitude of a row, `amax`, the exponent EXPONENT; for
-    zeros the least there is, so that they set no scale for the other rows of a sum. Infinite where that is
-    not finite: products of such a row are not finite either."""
+    zeros the least there is: they set no scale for other rows of a sum. Infinite where `amax` is."""
     power = amax.float().view(torch.int32).bitwise_and(INFINITE).view(torch.float32)  # without the mantissa
     return power.mul_(2.0**-EXPONENT[kind]).clamp_(min=LEAST)
 

@@ -23,30 +23,19 @@ Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients plac
                               "forward input_gradient weight_gradient as_one")
 Matmul.__doc__ = """How a linear y = x w^T is computed:
 
-    rows(x), gradients(dy)
-        what the products take of an input, and of the gradient of a result; each row by itself
-    kept(x, scale)
-        an input as a layer keeps it, from the skeletal tensor x and its scale
-    pieces(kept, like)
-        yields (r, where to write rows r of the input, as `like` is), piece by piece
-    start_gather(axis, x)
-        Works of what the products take of an input (tp, n, I), from that of own rows (n, I)
-    place(x, dy)
-        memory for the gradient of x, which nobody reads any more: its own, or new, of dy's dtype
-    matrices(axis, parts)
-        the rank's parts of matrices that all ranks of `axis` share out, as they travel between these
-    carried(w)
-        the tensor of such a matrix, or of a bias, that messages carry: a row for each of its rows
-    arrived(t, like)
-        a matrix, or a bias, of what was carried from any rank, as products take it; `like`: the rank's own
+    rows(x), gradients(dy): what products take of an input, and of a result's gradient; each row by itself
+    kept(x, scale): an input as a layer keeps it, from the skeletal tensor x and its scale
+    pieces(kept, like): yields (r, where to write rows r of the input, as `like` is), piece by piece
+    start_gather(axis, x): Works of what products take of an input (tp, n, I), from that of own rows (n, I)
+    place(x, dy): memory for the gradient of x, which nobody reads any more: its own, or new, as dy
+    matrices(axis, parts): the rank's parts of matrices that the ranks of `axis` share out, as they travel
+    carried(w): the tensor of such a matrix, or of a bias, that messages carry: a row for each of its rows
+    arrived(t, like): a matrix, or a bias, of what was carried, as products take it; `like`: the rank's own
     forward(x, w, out, residual)
         out = x w^T + residual: a bias (O,), a tensor like out (it may be out itself), or None
-    input_gradient(dy, w, out, add)
-        out = dy w, or with `add` out += dy w
-    weight_gradient(dw, dy, x)
-        dw += dy^T x, in fp32, over the rows of all ranks
-    as_one(dys, ws)
-        (dy, w), by which input_gradient() gives the sum over several dy (n, O), and w of matrices()
+    input_gradient(dy, w, out, add): out = dy w, or with `add` out += dy w
+    weight_gradient(dw, dy, x): dw += dy^T x, in fp32, over the rows of all ranks
+    as_one(dys, ws): (dy, w), by which input_gradient() gives the sum over several dy (n, O), and matrices()
 """
 
 

@@ -44,12 +44,9 @@ Ops.__doc__ = """How norms, rotary positions, merges, SwiGLU and cross entropy a
         in place: the pairs of x (n, tp, heads * D), read as complex numbers, times turn (n, tp, D/2), or with
         `back` times its conjugate
     merge(out, lse, out_, lse_)
-        adds the attention of the same queries to other keys, out_ (B, T, H, D) and lse_ (B, H, T), to out,
-        fp32, and lse
-    swiglu_forward(gate, up, out)
-        silu(gate) * up, of any shape
-    swiglu_backward(dy, gate, up)
-        writes the gradients of gate and up over them, and uses dy up
+        adds the same queries' attention to other keys, out_ (B, T, H, D), lse_ (B, H, T), to fp32 out, lse
+    swiglu_forward(gate, up, out): silu(gate) * up, of any shape
+    swiglu_backward(dy, gate, up): writes the gradients of gate and up over them, and uses dy up
     cross_entropy(tp, logits, target, gradient)
         of this rank's columns (rows, V/tp) of the logits and the ids (rows,): the log-probabilities of these
         (rows,), fp32, over the columns of all tp ranks; and with `gradient` that of minus their sum over

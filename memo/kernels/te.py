@@ -7,11 +7,10 @@ v2.18; 2.20.2 runs on null CUDA.
 te's functions give results in new tensors, but for these; docs/kernels.md says why others are not taken.
 
 FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
-pieces need the bits that they had, so a scale may not be a whole piece's; and the gradient of a weight, which
-sums over rows, would want both operands quantised once more, along the columns. So scales are memo's
-(memo/kernels/fp8.py), and te makes the gradient of a weight, whose operands have one scale each:
-torch._scaled_mm has no sum in place, and makes the product in fp32, 4 bytes a weight. The workspace of te's
-product is memo's: a request like others, which the memory plan knows.
+pieces need the bits that they had, so a scale may not be a whole piece's; and a weight's gradient, which sums
+over rows, would want both operands quantised once more, along the columns. So scales are memo's
+(memo/kernels/fp8.py), and te makes the gradient of a weight, whose operands have one scale each, in place, as
+torch._scaled_mm cannot. The workspace of te's product is memo's: a request that the memory plan knows.
 """
 
 import importlib

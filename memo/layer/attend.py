@@ -39,17 +39,14 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 class Attention(NamedTuple):
     """Holds attention on the ranks that share the tokens:
 
-    forward(q, pieces, scale)
-        -> out (fp32 where it is merged), lse
+    forward(q, pieces, scale) -> out (fp32 where it is merged), lse
     backward(dout, q, pieces, sums, out, lse, scale)
         adds to `sums` -> [dq] (fp32 where it is a sum); without sums, of one piece, [dq, dk, dv]
-    to_pieces(k, v)
-        the rank's own (B, T, Hkv, D) -> as pieces of several subsequences hold them
+    to_pieces(k, v): the rank's own (B, T, Hkv, D) -> as pieces of several subsequences hold them
     from_pieces(dk, dv, k, v)
         -> k, v, over which it writes the gradients of the rank's own: any memory of their shape and dtype;
-        with norms per head (layer_attention.py) `k` comes as to_pieces got it
-    start(k, v)
-        sends k and v off before forward or backward, which get those of the other ranks as `coming`
+        with norms per head (HeadNorms) `k` comes as to_pieces got it
+    start(k, v): sends these off before forward or backward, which get the other ranks' as `coming`
 
     `ranks`: among so many the heads are dealt in the pieces; `heads`: it takes multiples of so many. `name`,
     `label`, `takes_out`: the kernel's.

@@ -125,8 +125,8 @@ class Heads(NamedTuple):
 
     def columns(self, held: torch.Tensor, name: str, D: int, alone: bool,
                 new: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
-        """Takes memory new(shape) for the group's columns of a parameter, or of its gradient, of which the
-        rank holds the part `held`; views them where it holds all, `alone`."""
+        """Takes memory new(shape) for the group's columns of a parameter or gradient, of which the rank holds
+        the part `held`; views them where it holds all, `alone`."""
         dim, first, end = self.range_of(name, D)
         if alone:
             return held.narrow(dim, first, end - first)

@@ -18,16 +18,10 @@ from memo.layer.activations import Activations
 class Mlp:
     """Says what the MLP of a family consists of.
 
-    front, last
-        the linears, as their parameters' names begin; the result of <front> is the skeletal tensor
-        <front>_out
-    product
-        the skeletal tensor that keeps f(hidden); empty: it is made again wherever it is read, without a
-        matrix product
-    activate(hidden, out)
-        writes f(hidden) into `out`, where each tensor is (..., F), or has any part of F
-    activate_backward(d, hidden)
-        writes the gradients of `hidden` over it, from that of f(hidden), which is used up
+    front, last: the linears, as their parameters' names begin; <front> makes the skeletal tensor <front>_out
+    product: the skeletal tensor that keeps f(hidden); empty: it is made again wherever it is read
+    activate(hidden, out): writes f(hidden) into `out`, where each tensor is (..., F), or has any part of F
+    activate_backward(d, hidden): writes hidden's gradients over it, from that of f(hidden), which is used up
     """
 
     front: tuple[str, ...]

@@ -30,8 +30,7 @@ HELPER_PLACES = 2  # a unit is computed in one while what the next one needs com
 
 
 class Home:
-    """What a stage lends. Its messages have the units of its helpers: Unit(layer, guest_number()). `pieces`:
-    those of each subsequence, in causal order."""
+    """What a stage lends: `pieces` of each subsequence, in causal order. Messages have its helpers' units."""
 
     def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
         self.layers, self.subsequences = layers, subsequences
@@ -96,8 +95,7 @@ class Home:
         turns = max((piece.turns for piece in pieces), default=1)
         for turn in range(self.layers) if pieces else ():
             for ahead, piece in reversed([*enumerate(pieces)]):
-                # pieces are done one after the other: this one is so many units of the home ahead; a unit
-                # more is left to the message
+                # pieces are done one by one: this one is so many units ahead, and one for the message
                 if self.layers - 1 - max(0, turn + 1 - ahead // turns) == layer:
                     repaid = self.layers - 1 - turn
                     yield self.step(Op.ADD, None, repaid, piece, back=True)

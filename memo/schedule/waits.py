@@ -46,11 +46,8 @@ def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
 
 
 class Pass:
-    """Derives the waits of a pass.
-
-    Steps have numbers, in launch order. Every step has a clock, of what is done for certain before it; it has
-    to wait only for what the clock of its stream does not hold yet.
-    """
+    """Derives the waits of a pass. Steps have numbers, in launch order. Every step has a clock, of what is
+    done for certain before it; it has to wait only for what the clock of its stream does not hold yet."""
 
     def __init__(self, steps: Iterable[Step], memory: Memory) -> None:
         self.steps = [*steps]

@@ -1,9 +1,8 @@
 """AdamW, sharded over the data ranks (ZeRO-1): fp32 master weights, weight decay of matrices, a global norm.
 
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
-piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Two
-more sums: pieces of a matrix that two stages hold, over both; gradients of parameters that all tp ranks hold
-cover local tokens only, over tp.
+piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Also
+summed: pieces of a matrix that two stages hold, over both; gradients of what all tp ranks hold, over these.
 
 With optimizer_device=cpu states and steps are the host's: see memo/states/staging.py. With states=sharded a
 layer's sums of gradients are kept in pieces, and its parameters made of the master weights when they are
