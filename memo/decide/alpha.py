@@ -6,6 +6,7 @@ all tensors in closed form, `per_tensor` one fraction for each by a linear progr
 as it is. Plain numbers in, a SwapPlan out; placing.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,7 +71,7 @@ class AlphaProblem:
     @cached_property
     def swapped(self) -> list[int]:
         """Units of each subsequence that are swapped."""
-        of = self.placement.forward_order.first(self.n_swapped)
+        of = Counter(self.placement.kinds[:self.n_swapped])
         return [of[i] for i in range(len(self.cuts))]
 
     @cached_property

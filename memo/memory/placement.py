@@ -116,11 +116,6 @@ class Placement(Surroundings, InOrder):
         """Counts the rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
         return self.part(i, self.kept.get(name, self.n_rows))
 
-    def copied_rows(self, i: int, name: str, kept: int, resident: bool) -> int:
-        """Counts those of such a unit's `kept` rows that the host takes; or, `resident`, the device."""
-        stay = min(kept, self.part(i, self.stays.get(name, 0)))
-        return stay if resident else kept - stay
-
     @property
     def n_inputs(self) -> int:
         """Counts the buffers for the units' inputs. With one subsequence a unit writes the next one's input
@@ -212,7 +207,8 @@ class Placement(Surroundings, InOrder):
         for name, t in tensors.items() if k < self.n_swapped else ():
             if not self.apart(name):
                 kept, first = self.first_kept(k, name)
-                n = self.copied_rows(self.kinds[k], name, kept, resident)
+                stay = min(kept, self.part(self.kinds[k], self.stays.get(name, 0)))
+                n = stay if resident else kept - stay
                 ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
         return {name: (first, n) for name, (first, n) in ranges.items() if n}
 

@@ -200,8 +200,11 @@ class Memory:
             touched = Access(repaid, self.places(*self.moves(step))) if step.computes else Access([], repaid)
         elif step.computes:
             touched = COMPUTES[step.op](self, step.unit)
-        else:
-            touched = self.of_parts(step)
+        else:  # a copy or a message touches where its parts lie
+            parts = self.moves(step)
+            here = [place for part in parts for place in self.places(part)]
+            there = [self.slab(part) for part in parts] if step.op in COPIES else []
+            touched = Access(here, there) if step.op in LEAVING else Access(there, here)
         for layer in self.layers_of(step) if self.all_count or self.program.come else ():
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))
@@ -315,15 +318,6 @@ class Memory:
         return Access([], [place for layer in range(self.program.layers)
                            for x in range(self.program.subsequences)
                            for place in self.places(Part(Content.SUMS, Unit(layer, x)))])
-
-    # --- copies and messages ---
-
-    def of_parts(self, step: Step) -> Access:
-        """States what a copy or a message touches: where its parts lie."""
-        parts = self.moves(step)
-        here = [place for part in parts for place in self.places(part)]
-        there = [self.slab(part) for part in parts] if step.op in COPIES else []
-        return Access(here, there) if step.op in LEAVING else Access(there, here)
 
 
 Touch = Callable[[Memory, Unit], Access]

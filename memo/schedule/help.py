@@ -38,23 +38,19 @@ class Home:
         for piece in sorted(lent, key=lambda piece: (piece.subsequence, piece.first)):
             self.pieces.setdefault(piece.subsequence, []).append(piece)
 
-    def of(self, x: int) -> Sequence[Help]:
-        """Lists the pieces of subsequence x that others compute."""
-        return self.pieces.get(x, ())
-
     def step(self, op: Op, moved: Moved | None, layer: int, piece: Help, back: bool = False) -> Step:
         return Step(op, Unit(layer, guest_number(piece, self.subsequences)), moved, back, piece.helper)
 
     # --- forward ---
 
     def lend(self, layer: int, x: int) -> Iterator[Step]:
-        for piece in self.of(x):
+        for piece in self.pieces.get(x, ()):
             yield self.step(Op.SEND, Moved.LOAN, layer, piece)
 
     def after_forward(self, unit: Unit) -> Iterator[Step]:
         """Yields what helpers need for this unit and send of it, and what they need early for the next."""
         layer, x = unit
-        for piece in self.of(x):
+        for piece in self.pieces.get(x, ()):
             yield self.step(Op.SEND, Moved.ROWS, layer, piece)
             yield self.step(Op.RECEIVE, Moved.RESULTS, layer, piece)
         yield from self.lend(*((layer + 1, x) if layer + 1 < self.layers else (0, x + 1)))
@@ -64,14 +60,14 @@ class Home:
     def lend_back(self, x: int) -> Iterator[Step]:
         """Yields the first loans to those who help with this subsequence, and with none behind it."""
         behind = {piece.helper for i, pieces in self.pieces.items() if i > x for piece in pieces}
-        for piece in self.of(x):
+        for piece in self.pieces.get(x, ()):
             if piece.helper not in behind:
                 yield self.step(Op.SEND, Moved.LOAN, self.layers - 1, piece, back=True)
 
     def begin_back(self, x: int) -> Iterator[Step]:
         """Yields the first messages of a subsequence's backward; add() has the others."""
         for layer in reversed(range(max(0, self.layers - 2), self.layers)):
-            for piece in reversed(self.of(x)):
+            for piece in reversed(self.pieces.get(x, ())):
                 yield from self.exchange(layer, piece)
                 if layer == self.layers - 1:
                     yield self.step(Op.RECEIVE, Moved.REPAYMENT, layer, piece, back=True)
@@ -91,7 +87,7 @@ class Home:
 
     def add(self, layer: int, x: int) -> Iterator[Step]:
         """Yields what a home adds before the backward of a unit, and what that makes room for; -1: behind."""
-        pieces = self.of(x)
+        pieces = self.pieces.get(x, ())
         turns = max((piece.turns for piece in pieces), default=1)
         for turn in range(self.layers) if pieces else ():
             for ahead, piece in reversed([*enumerate(pieces)]):

@@ -1,7 +1,6 @@
 """Shows a program on a screen: its launch order, what each step waits for, and why. No torch."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from memo.schedule.program import Program
 from memo.schedule.step import Step
@@ -16,16 +15,9 @@ def ends_of(n: int, most: int) -> list[int]:
     return [*range(first), *range(max(first, n - most // 2), n)]
 
 
-class Few(NamedTuple):
-    """A program cut down to `layers` and `subsequences`, by their numbers in the whole one."""
-
-    program: Program
-    layers: list[int]
-    subsequences: list[int]
-
-
-def shortened(program: Program) -> Few:
-    """Leaves middle layers and subsequences out: of these none with MSP, or too few layers for copies."""
+def shortened(program: Program) -> tuple[Program, list[int], list[int]]:
+    """Leaves middle layers and subsequences out (of these none with MSP, or too few layers for copies): finds
+    the program, and the numbers that its layers and subsequences have in the whole one."""
     fates = program.fates
 
     def needed(several: list[int]) -> int:
@@ -35,7 +27,7 @@ def shortened(program: Program) -> Few:
     if fates.guests or fates.lent or needed(several) > program.layers:
         several = [*range(program.subsequences)]
     layers = ends_of(program.layers, max(LAYERS, needed(several)))
-    return Few(program.of_few(layers, several), layers, several)
+    return program.of_few(layers, several), layers, several
 
 
 def listing(program: Program) -> Iterator[str]:

@@ -73,10 +73,6 @@ class ForwardOrder:
         return Counter(kind for kind, unit in zip(self.kinds, self.units, strict=True)
                        if keys_leave(unit, self.layers))
 
-    def first(self, n: int) -> Counter[int]:
-        """Counts the first n units by kind."""
-        return Counter(self.kinds[:n])
-
 
 forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same
 
