@@ -8,7 +8,7 @@ A copy or a message moves parts of what units have, the same at both ends. It to
 lie. Bytes of parts: memo/memory/sizes.py; their tensors: memo/memory/buffers.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from memo.config.msp import Help, guest_number
@@ -199,7 +199,7 @@ class Memory:
             repaid = [place_at(Region.REPAID, step.peer)]
             touched = Access(repaid, self.places(*self.moves(step))) if step.computes else Access([], repaid)
         elif step.computes:
-            touched = COMPUTES[step.op](self, step.unit)
+            touched = self.of_unit(step)
         else:  # a copy or a message touches where its parts lie
             parts = self.moves(step)
             here = [place for part in parts for place in self.places(part)]
@@ -240,7 +240,8 @@ class Memory:
     def of_states(self, step: Step) -> Access:
         layer = step.unit.layer
         weights, gradients, masters = self.weights(layer), self.gradients(layer), self.masters(layer)
-        left = place_at(Region.SUMS_OF_PASSES, layer)
+        left, scale = place_at(Region.SUMS_OF_PASSES, layer), place_at(Region.SCALE, 0)
+        every, stay = [place_at(Region.SUMS_OF_PASSES, k) for k in self.states.every], self.states.stay
         match step.op, step.moved:
             case Op.PREFETCH, Moved.WEIGHTS:
                 return Access([masters], [weights])
@@ -252,34 +253,45 @@ class Memory:
                 return Access([], [gradients])
             case Op.GATHER, _:
                 return Access([], [weights])
-        scale, stay = place_at(Region.SCALE, 0), self.states.stay
-        every = [place_at(Region.SUMS_OF_PASSES, layer) for layer in self.states.every]
-        match step.op:
-            case Op.CLIP:  # sums what all tp ranks hold, in place
+            case Op.CLIP, _:  # sums what all tp ranks hold, in place
                 return Access([], [*every, *map(self.gradients, stay), scale])
-            case Op.OFFLOAD:
+            case Op.OFFLOAD, _:
                 return Access([scale], every)
-            case Op.HOST_ADAMW:
+            case Op.HOST_ADAMW, _:
                 return Access([], [left, masters])
-            case Op.ADAMW if layer in stay:  # and sets the gradients to zero
+            case Op.ADAMW, _ if layer in stay:  # and sets the gradients to zero
                 return Access([], [gradients, weights])
-            case Op.ADAMW:
+            case Op.ADAMW, _:
                 return Access([left], [masters])
         raise ValueError(f"{step}: nothing is known of what it touches")
 
     # --- steps that compute ---
 
-    def embed(self, unit: Unit) -> Access:
-        return Access([], self.places(Part(Content.BELOW, unit)))
-
-    def forward(self, unit: Unit) -> Access:
-        own = [self.input(unit), self.keys(unit)] if self.several else []
-        return Access([self.below(unit), *self.prefix(unit, own=False)],
-                      [self.kept(unit), self.rest(unit), *own, self.above(unit)])
-
-    def head(self, unit: Unit) -> Access:
-        # the gradient takes the place of what it is made of
-        return Access([], self.places(Part(Content.ABOVE, unit)))
+    def of_unit(self, step: Step) -> Access:
+        """States what a step that computes touches, but for a layer's parameters."""
+        unit = step.unit
+        match step.op:
+            case Op.EMBED:
+                return Access([], self.places(Part(Content.BELOW, unit)))
+            case Op.FORWARD:
+                own = [self.input(unit), self.keys(unit)] if self.several else []
+                return Access([self.below(unit), *self.prefix(unit, own=False)],
+                              [self.kept(unit), self.rest(unit), *own, self.above(unit)])
+            case Op.HEAD:  # the gradient takes the place of what it is made of
+                return Access([], self.places(Part(Content.ABOVE, unit)))
+            case Op.RECOMPUTE:
+                return self.recompute(unit)
+            case Op.SWEEP:
+                content = Content.SWEPT if unit in self.swept else Content.INPUT
+                return Access(self.places(Part(content, unit)), [self.keys(unit)])
+            case Op.BACKWARD:
+                return self.backward(unit)
+            case Op.EMBED_BACKWARD:
+                return Access(self.places(Part(Content.BELOW, unit)), [])
+        # ZERO: the sums of all units of a home, which helpers add to before its own backwards do
+        units = [Unit(layer, x) for layer in range(self.program.layers)
+                 for x in range(self.program.subsequences)]
+        return Access([], [place for one in units for place in self.places(Part(Content.SUMS, one))])
 
     def recompute(self, unit: Unit) -> Access:
         if self.number[unit] in self.fates.input_only:
@@ -291,16 +303,12 @@ class Memory:
             reads.append(self.keys(unit))
         return Access(reads, writes)
 
-    def sweep(self, unit: Unit) -> Access:
-        content = Content.SWEPT if unit in self.swept else Content.INPUT
-        return Access(self.places(Part(content, unit)), [self.keys(unit)])
-
     def backward(self, unit: Unit) -> Access:
         k, fates, copied = self.number[unit], self.fates, self.program.copied
         reads = self.prefix(unit, own=True)
         # the gradients of input and output take the places of these
         writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
-        # a unit that is not rebuilt has no rest rows if it is copied; of two buffers none but the last one
+        # of a unit that is not rebuilt no row rests if it is copied, or in two buffers not the last one
         if k in fates.rebuilt or not (k in copied or (self.shares and k < len(self.units) - 1)):
             reads = [self.rest(unit), *reads]
         if unit in self.turn:
@@ -309,19 +317,3 @@ class Memory:
             sums = place_at(Region.SUMS, *unit)
             writes += [self.keys(unit), sums, *self.places(Part(Content.REPAID, unit))]
         return Access(reads, writes)
-
-    def embed_backward(self, unit: Unit) -> Access:
-        return Access(self.places(Part(Content.BELOW, unit)), [])
-
-    def zero(self, unit: Unit) -> Access:
-        """Touches the sums of all units of a home, which helpers add to before its own backwards do."""
-        return Access([], [place for layer in range(self.program.layers)
-                           for x in range(self.program.subsequences)
-                           for place in self.places(Part(Content.SUMS, Unit(layer, x)))])
-
-
-Touch = Callable[[Memory, Unit], Access]
-COMPUTES: dict[Op, Touch] = {
-    Op.EMBED: Memory.embed, Op.FORWARD: Memory.forward, Op.HEAD: Memory.head, Op.RECOMPUTE: Memory.recompute,
-    Op.SWEEP: Memory.sweep, Op.BACKWARD: Memory.backward, Op.EMBED_BACKWARD: Memory.embed_backward,
-    Op.ZERO: Memory.zero}
