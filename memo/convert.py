@@ -42,16 +42,8 @@ from memo.config.layout import Layout
 from memo.config.rope import parse_scaling
 from memo.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from memo.errors import CheckpointError, ConfigError, warn
-from memo.huggingface import huggingface
-from memo.huggingface.huggingface import CONFIG, OWN, model_keys, own_files, save_own_files
-from memo.huggingface.weights import (
-    HfWeights,
-    check_folder,
-    export_tensors,
-    hf_shapes,
-    save_weights,
-    tokenizer_in,
-)
+from memo.huggingface import huggingface, weights
+from memo.huggingface.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
 from memo.memory.flat import model_parameters
 from memo.memory.views import whole
 from memo.run.load_config import stored_config
@@ -63,18 +55,19 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another "
                           "folder")
     cfg = Config(**model_keys(hf_folder), out_dir=str(out_dir))
-    tokenizer, layout = check_folder(hf_folder, cfg), Layout.of(cfg)
-    weights = HfWeights(hf_folder, layout)
+    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
+    tokenizer, layout = weights.check_folder(hf_folder, cfg), Layout.of(cfg)
+    stored = weights.HfWeights(hf_folder, layout)
     save_own_files(own_files(hf_folder), out_dir, OWN)
     # the pieces have shapes only: a tensor is read when it is written
-    saver = checkpoint.Saver(out_dir, read=lambda piece: weights.read(piece.name.removeprefix("params.")))
+    saver = checkpoint.Saver(out_dir, read=lambda piece: stored.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
                 for name, p in model_parameters(layout).items()], as_keys(cfg), 0)
     try:
         saver.wait()
     except CheckpointError:
-        if weights.refused:
-            raise ConfigError(weights.refused) from None
+        if stored.refused:
+            raise ConfigError(stored.refused) from None
         raise
     if tokenizer:  # memo's commands read this one
         save_bytes(tokenizer.to_str().encode(), out_dir / TOKENIZER)
@@ -88,8 +81,8 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
 
     def export(ckpt: checkpoint.Checkpoint) -> Layout:
         cfg = Layout.whole(stored_config(ckpt.config))
-        tokenizer = tokenizer_in(out_dir, cfg)
-        shapes = hf_shapes(cfg)  # refuses what transformers has not
+        tokenizer = weights.tokenizer_in(out_dir, cfg)
+        shapes = weights.hf_shapes(cfg)  # refuses what transformers has not
         stored = ckpt.shapes("params")
         if stored != {f"params.{name}": p.shape for name, p in model_parameters(cfg).items()}:
             raise CheckpointError(f"{ckpt.path} does not hold the parameters of its config; take another "
@@ -100,7 +93,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
         files, kind = description(out_dir, cfg, dtype, tokenizer, end), getattr(torch, dtype)
         hf_folder.mkdir(parents=True, exist_ok=True)
-        save_weights(hf_folder, shapes, export_tensors(cfg, read, kind), kind)
+        weights.save_weights(hf_folder, shapes, weights.export_tensors(cfg, read, kind), kind)
         save_own_files(files, hf_folder)
         return cfg
     cfg = checkpoint.read_newest(out_dir, export)
@@ -124,16 +117,15 @@ def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | N
             of_tokenizer = load_json(source / TOKENIZER_CONFIG, "remove it")
             of_tokenizer |= dict(model_max_length=cfg.block_size)
     else:
-        begin = begin_of_text(tokenizer) if tokenizer else None
-        tokens = {name: token for name, token in (("bos", begin), ("eos", end)) if tokenizer and token}
-        config = huggingface.hf_config(cfg, dtype, {
-            f"{name}_token_id": tokenizer.token_to_id(tokens[name]) if tokenizer and name in tokens else None
-            for name in ("bos", "eos")})
+        ids: dict[str, int | None] = dict(bos_token_id=None, eos_token_id=None)
         if tokenizer:
             files[TOKENIZER] = (out_dir / TOKENIZER).read_bytes()
             of_tokenizer = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,
                                 model_max_length=cfg.block_size)
-            of_tokenizer |= {f"{name}_token": token for name, token in tokens.items()}
+            tokens = dict(bos_token=begin_of_text(tokenizer), eos_token=end)
+            of_tokenizer |= {name: token for name, token in tokens.items() if token}
+            ids |= {f"{name}_id": tokenizer.token_to_id(token) for name, token in tokens.items() if token}
+        config = huggingface.hf_config(cfg, dtype, ids)
     if of_tokenizer:
         files[TOKENIZER_CONFIG] = json_bytes(of_tokenizer)
     files.pop(CONFIG, None)

@@ -63,7 +63,7 @@ def last_line(e: BaseException) -> str | None:
     if isinstance(e, (ConfigError, RunFailed, OSError)):
         return str(e)
     if isinstance(e, RuntimeError):
-        text = str(e).splitlines()[0] if str(e) else type(e).__name__
+        text = reason(e)
         if any(word in text for word in ("gloo", "Gloo", "NCCL", "TCPStore")):
             return f"lost another rank ({text}); what is saved is whole; the other ranks' errors say why"
     return None

@@ -20,15 +20,7 @@ from memo.config.config import Config
 from memo.config.layout import Layout
 from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
 from memo.errors import ConfigError, elsewhere, reason
-from memo.huggingface.huggingface import (
-    CONFIG,
-    FAMILIES,
-    GIVE_FOLDER,
-    Weight,
-    check_reach,
-    family_of,
-    weights_of,
-)
+from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.memory.flat import model_parameters
 from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
 
@@ -273,6 +265,5 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
 
 def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
     """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
-    check_reach(hf_folder, 1)  # the length of a run is compared when one starts
     check_tied_head(hf_folder, cfg)
     return tokenizer_in(Path(hf_folder), cfg)

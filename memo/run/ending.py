@@ -15,7 +15,7 @@ from memo.run.reserve import naming_region
 from memo.run.state import Run
 from memo.run.watch import Watch
 from memo.system.command import progress
-from memo.system.launch import together
+from memo.system.launch import of_first, together
 from memo.system.out_dir import rescues
 from memo.system.signals import StepGivenUp, StopSignal, handling
 
@@ -50,8 +50,7 @@ def save_last(run: Run) -> None:
         run.saver.wait()
     try:
         save_and_wait(run, run.saver)
-        host = run.mesh.host
-        if host.objects(together(host, lambda: run.speaks and report.keep_folder(run)))[0]:  # lost since
+        if of_first(run.mesh.host, report.keep_folder, run):  # lost since
             save_and_wait(run, run.saver)
         return
     except (ConfigError, OSError) as e:

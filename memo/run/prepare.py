@@ -46,7 +46,7 @@ from memo.system.command import progress
 from memo.system.device import device_name, gpu_facts, own_bytes, pick_device, set_deterministic
 from memo.system.files import load_json, own_folder, read_text
 from memo.system.hardware import Machine, peak_flops_per_s
-from memo.system.launch import Launch, run_name, same_everywhere, together
+from memo.system.launch import Launch, of_first, run_name, same_everywhere, together
 from memo.system.origin import code, differences
 from memo.system.out_dir import LOCK, check_shared, is_locked, lock
 
@@ -82,8 +82,7 @@ def check_out_dir(out: Path, read: dict[str, str | Path | None], resumes: bool) 
         raise ConfigError(f"{config} is not of a run, and would be replaced; choose another --out_dir")
 
 
-def check_rank(argv: list[str], launch: Launch, read_argv: Callable,
-               passed_over: dict[Path, str]) -> Checked:
+def check_rank(argv: list[str], launch: Launch, read_argv: Callable, passed_over: dict[Path, str]) -> Checked:
     """Checks all that needs no other rank, before the device is touched; Decided where nothing is left to
     choose. Errors: ConfigError; Damaged: the checkpoint to resume from, the newest not `passed_over`."""
     cfg, force = read_argv(argv, passed_over)
@@ -184,9 +183,7 @@ def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") ->
 
 def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
     """Puts what rank 0 chooses in place of all ranks' auto. Errors: ConfigError."""
-    choice = host.objects(together(host, lambda: choose_layout(found, launch) if found.speaks else None))[0]
-    assert choice is not None  # rank 0's
-    numbers, why = choice
+    numbers, why = of_first(host, choose_layout, found, launch)
     asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
     layout = Layout.of(found.cfg, **numbers)
     return replace(together(host, check_room, found, layout, launch, why), asked=asked)
@@ -239,18 +236,16 @@ def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) ->
     return Layout.of(cfg, **{name: saved[name] for name in CHOSEN_KEYS})
 
 
-def restarted(argv: list[str], host: Axis, name: str, read_argv: Callable) -> Path | None:
+def restarted(argv: list[str], name: str, read_argv: Callable) -> Path | None:
     """Finds the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
     failure; the run may have gone on beside the out_dir that it was given."""
-    found = None
-    if host.rank == 0:
-        with suppress(ConfigError):  # check_rank() tells them
-            out = Path(read_argv(argv)[0].out_dir).absolute()
-            for folder in (out, *out.parent.glob(f"{escape(out.name)}-" + "?" * 8)):
-                with suppress(OSError, ValueError):
-                    if latest(folder) and name in read_text(folder / LOCK).splitlines():
-                        found = folder
-    return host.objects(found)[0]
+    with suppress(ConfigError):  # check_rank() tells them
+        out = Path(read_argv(argv)[0].out_dir).absolute()
+        for folder in (*out.parent.glob(f"{escape(out.name)}-" + "?" * 8), out):
+            with suppress(OSError, ValueError):
+                if latest(folder) and name in read_text(folder / LOCK).splitlines():
+                    return folder
+    return None
 
 
 def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
@@ -287,8 +282,8 @@ def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str])
 def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable) -> Decided:
     """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
     read_argv(argv, passed_over) -> (Config, whether to start although memory lacks). Errors: ConfigError."""
-    name = host.objects(run_name() if host.rank == 0 else "")[0]
-    if before := restarted(argv, host, name, read_argv):
+    name = of_first(host, run_name)
+    if before := of_first(host, restarted, argv, name, read_argv):
         argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
     checked, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
     cfg, device = checked.cfg, checked.device
@@ -304,10 +299,10 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     launch.take(device)
 
     def set_aside() -> None:  # so that the run can write others in their place
-        for folder, why in passed_over.items() if found.speaks else ():
+        for folder, why in passed_over.items():
             warn(f"checkpoint passed over: {why}")
             checkpoint.pass_over(folder)
-    together(host, set_aside)  # nothing is left to check
+    of_first(host, set_aside)  # nothing is left to check
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     expected = expected and expected.but(shown=expected.stages[found.cfg.stage])

@@ -19,13 +19,11 @@ from memo.decide.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.decide.placing import rests, swaps_layers
 from memo.decide.sharing import shared
 from memo.decide.where import Decision, Rates, Room, problem_of, ways_of
-from memo.errors import ConfigError, OutOfHostMemory, RunFailed
-from memo.estimate import regions
+from memo.errors import ConfigError, OutOfHostMemory, RunFailed, reason
+from memo.estimate import regions, report
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.regions import Line
-from memo.estimate.report import as_dict as estimate_dict
-from memo.estimate.report import billions
 from memo.estimate.search import longest
 from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.slab import host_bytes
@@ -69,7 +67,7 @@ def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
         raise OutOfHostMemory(
             f"{key} needs {needs / 2**30:.4g} GiB of host memory for a rank's master weights, moments and "
             f"gradients, its share is {share / 2**30:.4g} GiB, enough for "
-            f"{billions(share * launch.world / each)} parameters at any block_size; try a larger "
+            f"{report.billions(share * launch.world / each)} parameters at any block_size; try a larger "
             f"host_memory_gb, more ranks, or {other}")
     return share - needs
 
@@ -277,7 +275,7 @@ def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]
                 placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
                 host_bytes=model.swap.host_bytes,
                 host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and decision.rates.as_dict(),
-                regions=[line._asdict() for line in lines], estimate=expected and estimate_dict(expected),
+                regions=[line._asdict() for line in lines], estimate=expected and report.as_dict(expected),
                 memory_plans=[asdict(plan) for _, plan in model.arena.plans])
 
 
@@ -345,7 +343,7 @@ class OutOfMemory(RunFailed):
 
 def lack_of_memory(e: RuntimeError) -> str | None:
     """Takes the text of an error that comes of a lack of the device's memory; None of any other error."""
-    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    text = reason(e)
     # torch has no class of its own for a lack of the CPU's memory
     lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
     return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds

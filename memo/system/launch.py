@@ -122,14 +122,20 @@ def together(host: Axis, work: Callable[..., T], *args: object) -> T:
     return results[0]
 
 
+def of_first(host: Axis, work: Callable[..., T], *args: object) -> T:
+    """Calls work(*args) on rank 0, as together() does -> its result, on all ranks."""
+    results: list = host.objects(together(host, lambda: None if host.rank else work(*args)))
+    result: T = results[0]
+    return result
+
+
 def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
     """Raises Agreed where `values` {name: value} are not the same on all ranks."""
-    for rank, (theirs, where) in enumerate(host.objects((values, rank_name(host.rank)))):
-        if rank == 0:
-            first = theirs
-        elif differs := [name for name in first if theirs[name] != first[name]]:
-            name = differs[0]
-            raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
+    (first, _), *others = host.objects((values, rank_name(host.rank)))
+    for theirs, where in others:
+        for name in first:
+            if theirs[name] != first[name]:
+                raise Agreed(f"{where} has {name}={theirs[name]}, rank 0 {name}={first[name]}; {remedy}")
 
 
 def leave(line: str, wait_s: float = 0, code: int = 1) -> None:
