@@ -25,8 +25,7 @@ class Data:
         self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
-        """Draws uniformly where B sequences of S + 1 tokens start, by the arguments alone: a resumed run and
-        every layout of ranks get the same ones."""
+        """Draws where B sequences of S + 1 tokens start: by the arguments alone, in any layout of ranks."""
         rng = np.random.default_rng((seed, SPLITS.index(split), step, micro_step))
         return rng.integers(len(self.tokens[split]) - S, size=B).tolist()  # len - (S+1) + 1 windows
 
@@ -37,15 +36,11 @@ class Data:
         offsets = self.offsets(split, step, micro_step, B, S, seed)
 
         def read(first: int, end: int) -> torch.Tensor:
-            windows = self.windows(split, offsets, first, end)
+            parts = [self.tokens[split].checked(o + first, o + end + 1, self.vocab_size) for o in offsets]
+            windows = torch.from_numpy(np.stack(parts).astype(np.int64))  # (B, end - first + 1)
             return torch.stack((windows[:, :-1], windows[:, 1:]))  # (2, B, end - first)
         tokens, targets = torch.cat((order or RowOrder([(S,)])).deal(read), 2)
         return tokens, targets
-
-    def windows(self, split: str, offsets: list[int], first: int, end: int) -> torch.Tensor:
-        """Reads int64 (B, end - first + 1): tokens `first` to `end`, inclusive, behind each offset."""
-        parts = [self.tokens[split].checked(o + first, o + end + 1, self.vocab_size) for o in offsets]
-        return torch.from_numpy(np.stack(parts).astype(np.int64))
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
@@ -88,8 +83,8 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
 
 
 class Ids:
-    """Reads token ids of one .bin by slices: a mapped file that is cut short would kill the process. Errors:
-    ConfigError: it is not there, or not `count` ids long."""
+    """Reads the `count` token ids of a .bin by slices: a mapped file, cut short, would kill the process.
+    Errors: ConfigError."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count

@@ -1,5 +1,4 @@
-"""The texts of a Parquet file. Its library believes the sizes that a file gives, and may crash: it reads in a
-process of its own, within bounds."""
+"""The texts of a Parquet file. Its library believes a file's sizes, and may crash: it has its own process."""
 
 import os
 import subprocess

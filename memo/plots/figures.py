@@ -72,8 +72,8 @@ def draw_boxes(ax: Drawn, boxes: Sequence[tuple[float, float, float, float]], **
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Replaces each value by that of a line fitted to its neighbours, on either side a quarter as many as are
-    before it, 2 to 50: the curve does not lag where values fall."""
+    """Replaces each value by that of a line fitted to its neighbours, so that the curve does not lag: on
+    either side a quarter as many as are before it, 2 to 50."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)
@@ -255,9 +255,6 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *oth
         fig.suptitle(title)
 
 
-# --- the dry run ---
-
-
 def name_lengths(ax: Drawn, lengths: Sequence[int]) -> None:
     """Draws ticks at lengths in tokens, as 4K or 1M, and no others."""
     ax.set_xticks(lengths, [tokens_label(n) for n in lengths])
@@ -271,8 +268,7 @@ def tokens_label(S: int) -> str:
 # --- does the long context work? ---
 
 def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, title: str) -> None:
-    """Draws memo/run/long_context.py's losses: above by position, with the same tokens' in a shorter context;
-    below the gain, with its standard error."""
+    """Draws losses by position, and those in a shorter context; below the gain, with its standard error."""
     cut, end = losses.get("cut_length"), losses["end"]
     rows, height, ratios = (2, 6.5, (2, 1)) if cut else (1, 4.5, (1,))
     edges = [end[0] / 2, *end]  # no logarithm has a place for 0
@@ -304,8 +300,7 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
 
 
 def needle_map(needles: dict, png_path: str | Path, title: str) -> None:
-    """Draws memo/run/long_context.py's needles, depth against length: the fraction of the values' tokens that
-    is found, and what a needle adds to their log-probability."""
+    """Draws by depth and length which fraction of a needle's tokens is found, and what it gains them."""
     lengths, depths = needles["lengths"], needles["depths"]
     most = max(1.0, np.max(needles["gain"]))
     with picture(png_path, 1, 2, figsize=(4 + 1.6 * len(lengths), 2 + 0.5 * len(depths))) as (fig, axes):

@@ -27,8 +27,7 @@ WANDB_S = 10  # to reach its server
 
 @dataclass
 class StepStats:
-    """Holds a line of metrics.jsonl. None, or what is not finite, is unknown; val_loss and bubble_s are then
-    left out. `tokens`: in this step; `mfu`: 0..1."""
+    """Holds a line of metrics.jsonl: None, or what is not finite, is unknown. `tokens`: in this step."""
 
     iter: int
     loss: float
@@ -79,8 +78,8 @@ def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dic
 
 
 class JsonlLogger:
-    """Appends to metrics.jsonl. A run that starts at `first_iter` drops what an earlier run wrote from there
-    on. Lines that a full disk does not take are written with later ones."""
+    """Appends to metrics.jsonl, and drops what an earlier run wrote from `first_iter` on. Lines that a full
+    disk does not take are written with later ones."""
 
     def __init__(self, path: str | Path, first_iter: int) -> None:
         damaged: list[str] = []

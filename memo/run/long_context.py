@@ -5,8 +5,7 @@ the same tokens where the model sees no more than the least length. The differen
 model has of the longer context. A loss that falls is no proof: the text may become easier.
 
 Needles: random tokens, a key and a value, take the place of some tokens of a text, and the key stands again
-at its end. Which of the value's tokens does the model predict, given those before, and how much likelier are
-they than without the needle?
+at its end. Which of the value's tokens does the model predict, and how much likelier than without the needle?
 
 What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum.
 """
@@ -164,8 +163,7 @@ def usual_tokens(data: Data) -> np.ndarray:
 
 
 def draw_needle(usual: np.ndarray, ids: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    """Draws (NEEDLE,) of the `usual` tokens, in random order, of which the text `ids` has least: what it has
-    of them leads away from the needle."""
+    """Draws (NEEDLE,), in random order, of the `usual` tokens that the text has least: these lead astray."""
     usual = rng.permutation(usual)
     in_text = np.bincount(ids.numpy(), minlength=usual.max() + 1)[usual]
     return torch.from_numpy(rng.permutation(usual[np.argsort(in_text, kind="stable")[:NEEDLE]]))

@@ -90,8 +90,7 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
 
 
 def largest_subsequences(cuts: Sequence[int]) -> list[int]:
-    """Picks the subsequences that request most: the first, which are the longest, and some shorter ones,
-    where rows may be cut into fewer and longer pieces."""
+    """Picks the subsequences that request most: the first, and shorter ones, whose rows may be cut less."""
     first = {n: i for i, n in reversed(list(enumerate(cuts)))}
     shorter = sorted(i for i in first.values() if i > PIECES_BEFORE)
     return [*range(PIECES_BEFORE + 1), *shorter[::-(-len(shorter) // MORE_LENGTHS) or 1]]
@@ -99,9 +98,8 @@ def largest_subsequences(cuts: Sequence[int]) -> list[int]:
 
 def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
                     multiprocessors: int = 0) -> list[int]:
-    """Lists the bytes of each request that an operation `name` makes for itself: on the CPU a block of scores
-    for each thread (backward also of gradients), as in torch's FlashAttentionKernel.cpp; on a GPU those of
-    backends.workspaces, and torch's flash makes dout and out contiguous."""
+    """Lists the bytes of each request that an operation `name` makes for itself: on the CPU as in torch's
+    FlashAttentionKernel.cpp; on a GPU backends.workspaces(), and what torch's flash makes contiguous."""
     copies = []
     backward = name.endswith("_backward")
     if name == "memo::attention_backward":

@@ -83,8 +83,7 @@ def depth(value: Json) -> int:
 
 
 def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
-    """Parses a JSON object. Errors: ValueError: it is none, nested deeper than MOST_DEPTH, or has too many
-    values, a name twice in an object, or a number that is not finite."""
+    """Parses a JSON object within bounds: of so many values, MOST_DEPTH, finite numbers. Errors: ValueError."""
     if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
         raise ValueError(f"it must have at most {most_values:,} values")
 
@@ -250,8 +249,7 @@ def ours_alone(status: os.stat_result) -> bool:
 
 
 def cache_place() -> tuple[Path | None, str | None]:
-    """Finds the folder of compiled code, plans and calibrations -> (folder, None), or, where others could
-    plant files there: (None, the reason and a remedy)."""
+    """Finds the cache folder -> (it, None), or, where others could plant files: (None, reason and remedy)."""
     other = "set XDG_CACHE_HOME to a folder of your own"
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
@@ -282,8 +280,7 @@ def keep(data: bytes, path: Path) -> None:
 
 
 def kept(descriptor: int) -> bytes:
-    """Reads what keep() stored, from an open file, which stays open. Errors: OSError; ValueError: others can
-    write it, or it is not what was stored."""
+    """Reads what keep() stored, from an open file, which stays open. Errors: OSError, ValueError."""
     with open(descriptor, "rb", closefd=False) as file:
         if not ours_alone(os.fstat(file.fileno())):
             raise ValueError("others can write it")

@@ -42,9 +42,8 @@ class Node:
     host_bytes_per_s: float  # of the host's own memory, all cores
 
 
-# total memory: torch's own "total capacity" on such a device, or the datasheet's; peaks, memory bandwidths
-# and multiprocessors: NVIDIA's datasheets and whitepapers, which give the Hopper and Blackwell peaks with
-# sparsity, twice the dense figure
+# total memory: torch's own "total capacity", or the datasheet's; the rest: NVIDIA's datasheets and
+# whitepapers, which give the Hopper and Blackwell peaks with sparsity, twice the dense figure
 GPUS = {
     # A100 datasheet: 312 TFLOPS BF16, 2,039 GB/s
     "a100-80gb": GPU(r"(NVIDIA )?A100[- ]?(SXM4|PCIE|PCIe|SXM)?[- ]?(40|80)GB( PCIe)?", 312e12,
@@ -63,14 +62,12 @@ GPUS = {
     # H200 datasheet: SXM 1,979 and NVL 1,671 TFLOPS BF16 with sparsity, both 4.8 TB/s
     "h200-141gb": GPU(r"NVIDIA H200", 989.4e12, int(139.7 * GIB), 4.8e12, 132, "dgx-h100", "hopper"),
     "h200-nvl": GPU(r"NVIDIA H200 NVL", 835.5e12, int(139.7 * GIB), 4.8e12, 132, "pcie-server", "hopper"),
-    # GH200 datasheet: 1,979 TFLOPS BF16 with sparsity; 96 GB at 4 or 144 GB at 4.9 TB/s. The 480GB are the
-    # host's
+    # GH200 datasheet: 1,979 TFLOPS BF16 with sparsity; 96 GB at 4 or 144 GB at 4.9 TB/s. 480GB: the host's
     "gh200-96gb": GPU(r"NVIDIA GH200 480GB", 989.4e12, int(94.5 * GIB), 4.0e12, 132, "gh200", "hopper"),
     "gh200-144gb": GPU(r"NVIDIA GH200 144G HBM3e", 989.4e12, 144 * 10**9, 4.9e12, 132, "gh200", "hopper"),
     # HGX B200 datasheet: 36 PFLOPS BF16 with sparsity and 62 TB/s for eight GPUs
     "b200": GPU(r"NVIDIA B200", 2250e12, int(178.3 * GIB), 7.7e12, 148, "dgx-b200", "blackwell"),
-    # HGX B300 datasheet: 36 PFLOPS BF16 with sparsity, 2.1 TB and 64 TB/s for eight GPUs; no more than 160
-    # multiprocessors
+    # HGX B300 datasheet: 36 PFLOPS BF16 with sparsity, 2.1 TB and 64 TB/s for eight GPUs
     "b300": GPU(r"NVIDIA B300( SXM6 AC)?", 2250e12, 2100 * 10**9 // 8, 8.0e12, 160, "dgx-b300", "blackwell"),
     # L40S datasheet: 362.05 TFLOPS BF16, 864 GB/s
     "l40s": GPU(r"NVIDIA L40S", 362.05e12, int(44.4 * GIB), 864e9, 142, "pcie-server", "ada"),
@@ -94,8 +91,7 @@ NODES = {
     "dgx-h100": Node(8, 2 * 10**12, 450e9, 25e9, 50e9, 400e9),
     # the same but for NVLink, 400 GB/s
     "hgx-h800": Node(8, 2 * 10**12, 200e9, 25e9, 50e9, 400e9),
-    # GH200 datasheet: 480 GB of host memory at up to 384 GB/s behind NVLink-C2C, 450 GB/s; a port of 400 Gb/s
-    # assumed
+    # GH200 datasheet: 480 GB of host memory at up to 384 GB/s behind NVLink-C2C, 450 GB/s; its port: assumed
     "gh200": Node(1, 480 * 10**9, 50e9, 300e9, 50e9, 300e9),
     # DGX B200 datasheet: 2 TB (to 4 TB), NVLink 1,800 GB/s, eight ports of 400 Gb/s
     "dgx-b200": Node(8, 2 * 10**12, 900e9, 25e9, 50e9, 500e9),
@@ -112,8 +108,7 @@ NODES = {
 FP8_OVER_BF16 = 2
 
 # set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp
-# ranks' messages that have products beside them (memo/parallel/tp.py) hides: NCCL's kernels take
-# multiprocessors from these products
+# ranks' messages beside products (memo/parallel/tp.py) hides: NCCL's kernels take their multiprocessors
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
 # fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): bench/papers/memo_fit.py
 AMPERE = {"matmul": 0.744, "attention forward": 0.663, "attention backward": 0.603}
@@ -152,8 +147,7 @@ def of_peak(tflops: float, kernels: Mapping[str, Sequence[float]]) -> dict[str, 
 
 
 # what a rank gets: of the GPU's peak (FLOPs are those of the kernels: the causal half of the scores, two
-# products forward and five backward), of its memory bandwidth, of a link. "attention": of every kernel of
-# memo/kernels/backends.py not named
+# products forward and five backward), of its memory bandwidth, of a link. "attention": of kernels not named
 EFFICIENCY: dict[str, dict[str, Part]] = {
     # the system that was fitted to is one whose messages do not hide
     "ampere": {**AMPERE, **REST, "hidden": 0.0},
@@ -172,8 +166,7 @@ EFFICIENCY: dict[str, dict[str, Part]] = {
 }
 
 # device memory that torch does not see. NCCL: a communicator takes from 0.3 to 1.6 GB with its channels,
-# all-to-all between eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context with cuBLAS and cuDNN
-# loaded, about 0.7 GB
+# all-to-all between eight GPUs 3.3 GB (NVIDIA/nccl issues 864 and 1685); CUDA's context: with its libraries
 COMMUNICATOR_BYTES = 400 * 10**6
 CONTEXT_BYTES = 700 * 10**6
 LAUNCH_S = 5e-6  # of a GPU's kernel, at least: assumed; the speeds above are those of large ones
@@ -272,20 +265,18 @@ def machine(gpu: str, node: str | None = None, ranks: int = 1, **figures: Value)
     own = {k: v for k, v in figures.items() if k in known_figures(Node)}
     if gpu == "here":
         measured = calibration(ranks)
-        allowed = {"gpus_per_node", "host_memory_bytes", "pcie_bytes_per_s"}
+        allowed, speeds = {"gpus_per_node", "host_memory_bytes", "pcie_bytes_per_s"}, measured["speeds"]
         if measured["memory_bytes"] is not None:
             allowed |= {"memory_bytes", "peak_flops_per_s"}
+            speeds["hidden"] = [(1, REST["hidden"])]  # which is not measured
         if unused := sorted(set(figures) - allowed):
             raise ConfigError(f"--{unused[0]}={figures[unused[0]]}: --gpu=here has this from what was "
                               "measured; leave it out, or give a --gpu by name")
         n = replace(NODES[node] if node else Node(**measured["node"]), **own)
-        # which is not measured
-        hidden = {} if measured["memory_bytes"] is None else {"hidden": [(1, REST["hidden"])]}
-        return Machine(measured["device"], n, figures.get("memory_bytes", measured["memory_bytes"]),
-                       figures.get("peak_flops_per_s", measured["peak_flops_per_s"]),
-                       Speeds(measured["speeds"] | hidden, measured["overhead_s"], measured["itemsize"]),
-                       measured["threads"], tuple(measured["capability"]), measured["multiprocessors"],
-                       measured=True)
+        found = measured | figures
+        return Machine(measured["device"], n, found["memory_bytes"], found["peak_flops_per_s"],
+                       Speeds(speeds, measured["overhead_s"], measured["itemsize"]), measured["threads"],
+                       tuple(measured["capability"]), measured["multiprocessors"], measured=True)
     if gpu not in GPUS:
         raise nearest("gpu", gpu, GPUS)
     g = replace(GPUS[gpu], **{k: v for k, v in figures.items() if k in known_figures(GPU)})

@@ -252,8 +252,7 @@ def start_pulse(rank: int, world: int) -> Callable[[], None]:
 
 @contextmanager
 def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) -> Iterator[None]:
-    """Ends this process, with a line that names `what`, where its ranks do not reach each other: at the
-    library's error, or after `limit_s` (0: CONNECT_S)."""
+    """Ends this process, with a line, where ranks do not reach each other: at an error, or in `limit_s`."""
     limit_s = limit_s or CONNECT_S
     name = f"{backend.upper()}_SOCKET_IFNAME"
     check = ("check that their hosts reach each other, past firewalls and over the right interface "
