@@ -96,14 +96,11 @@ class AlphaProblem:
     def beside_bytes(self) -> int:
         """Counts what the slab holds beside the rows of swapped units: keys and values, where these go
         there."""
-        known, p = self.placement.sizes_known, self.placement  # whatever the rate and the host's room are
-        if "beside" not in known:
-            # inputs that the stream has
-            twice = sum(rows for unit, (_, rows) in p.stream_rows.items()
-                        if p.number.get(unit, inf) < self.n_swapped)
-            known["beside"] = (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
-                               - p.row_bytes(self.tensors[INPUT]) * twice)
-        return known["beside"]
+        p = self.placement
+        twice = sum(rows for unit, (_, rows) in p.stream_rows.items()  # inputs that the stream has
+                    if p.number.get(unit, inf) < self.n_swapped)
+        return (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
+                - p.row_bytes(self.tensors[INPUT]) * twice)
 
     @property
     def layer_keys_bytes(self) -> int:
@@ -152,11 +149,7 @@ class AlphaProblem:
 
     def device_bytes_at(self, kept: int) -> int:
         """Counts the bytes of all buffers and regions where so many rows of each of the others survive."""
-        known = self.placement.sizes_known  # whatever the rate and the host's room are
-        if kept not in known:
-            p = replace(self.placement, kept=dict.fromkeys(self.others, kept))
-            known[kept] = p.device_bytes(self.tensors)
-        return known[kept]
+        return replace(self.placement, kept=dict.fromkeys(self.others, kept)).device_bytes(self.tensors)
 
     # --- what bounds alpha ---
 

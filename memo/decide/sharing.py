@@ -2,6 +2,7 @@
 whom, and the part that a helper gets, so that all end together, where that is faster. The schedules of all
 stages, run together, are the judge, with seconds modelled for the machine's type. Source: SPPO 6.2."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -102,12 +103,6 @@ def lane_seconds(home: StageFacts, shares: msp.Shares) -> Callable[[Sequence[Mov
     return seconds
 
 
-def kept(facts: StageFacts, shares: msp.Shares) -> Placed:
-    """Places a stage that keeps all activations: what is left are its computing and its messages."""
-    cfg = replace(facts.cfg, shares=shares)
-    return Placed(placed(cfg, placed(cfg, 1).n_units), None)
-
-
 def decided_shares(stages: Sequence[StageFacts]) -> msp.Shares:
     """Decides the fastest Shares: idle stages help all busy ones, or are dealt out to them; before their own
     subsequences, behind them, both or not at all. All stages must have the same facts."""
@@ -120,8 +115,9 @@ def decided_shares(stages: Sequence[StageFacts]) -> msp.Shares:
         ways += [whole, *(tuple(piece for piece in whole if piece.before == before)
                           for before in (True, False))]
 
-    def seconds(shares: msp.Shares) -> float:
-        return micro_batch_s(stages, [kept(one, shares) for one in stages])
+    def seconds(shares: msp.Shares) -> float:  # where all activations stay: of computing and messages alone
+        return micro_batch_s(stages, [Placed(placed(replace(one.cfg, shares=shares), sys.maxsize), None)
+                                      for one in stages])
     return min(dict.fromkeys(ways), key=seconds)
 
 

@@ -186,7 +186,7 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
                 seconds: float) -> tuple[list[int], int, str, float]:
     """Finds (offsets, bound, who found them, seconds left): the least peak, or one up to `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
-    for finder, method in solvers.METHODS[solver]:
+    for finder, method in solvers.METHODS[solver] if len(part.size) <= solvers.LARGE else ():
         peak, seconds = part.peak(best), seconds - took
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
             took = 0.0

@@ -117,8 +117,6 @@ def _best_fit(lower: np.ndarray, upper: np.ndarray, size: np.ndarray, order: np.
 
 def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
     """Solves by CP-SAT: rectangles of lifespan by size do not overlap in the plane of time and address."""
-    if len(part.size) > LARGE:
-        return None, 0, 0.0
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -236,8 +234,6 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
     at_i + size_i <= at_j + M*z,  at_j + size_j <= at_i + M*(1 - z),  at + size <= peak,  least <= peak <= M.
 
     M is the peak of `best`, which are a solution. A peak of `stop` is good enough. Source: MEMO 4.2."""
-    if len(part.size) > LARGE:
-        return None, 0, 0.0
     born, died, M = np.array(part.lower), np.array(part.upper), part.peak(best)
     i, j = np.nonzero(np.triu((born[:, None] < died) & (born < died[:, None]), 1))
     if len(i) > MOST_PAIRS:
@@ -303,10 +299,6 @@ def _gurobi(program: Program, seconds: float) -> Relaxed:
                     FeasibilityTol=TOLERANCE)
     try:
         import gurobipy
-    except ImportError:
-        say("gurobi: gurobipy is not installed; going on with HiGHS")
-        return _highs(program, seconds)
-    try:
         with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
             at, z = model.addMVar(len(size), ub=M - size), model.addMVar(len(i), vtype="B")
             peak = model.addMVar(1, least, M, obj=1.0)
@@ -319,9 +311,12 @@ def _gurobi(program: Program, seconds: float) -> Relaxed:
                 model.setParam(name, value)
             model.optimize()
             return np.array(at.X) if model.SolCount else None, model.ObjBound, model.Work
+    except ImportError:
+        why = "gurobipy is not installed"
     except gurobipy.GurobiError as error:
-        say(f"gurobi: {error}; going on with HiGHS")
-        return _highs(program, seconds)
+        why = str(error)
+    say(f"gurobi: {why}; going on with HiGHS")
+    return _highs(program, seconds)
 
 
 @cache

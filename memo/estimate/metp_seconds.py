@@ -10,7 +10,7 @@ from math import fsum, prod, sqrt
 
 from memo.config.layer import head_groups, travelling
 from memo.config.layout import Layout
-from memo.estimate.roofline import MESSAGES, Cost, Unit, attention, total
+from memo.estimate.roofline import MESSAGES, Cost, Unit, total
 from memo.system.hardware import Machine
 
 EVERY = "qkvpfgud"  # what the names of the layer's matrices begin with
@@ -148,8 +148,7 @@ class Metp(Unit):
     def attention_half(self, mid: float, names: str) -> list[Cost]:
         """Costs attn_out and a part of mid's rows from x; `names`: what of q, k, v is not there."""
         groups, piece = self.groups_of_heads, self.piece_s()
-        work = [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward"), *self.made(names),
-                Cost(mid * self.projection().seconds)]
+        work = [*self.attend(), *self.made(names), Cost(mid * self.projection().seconds)]
         coming, step_s = self.others_s("broadcast", names), total(work) / groups
         # beside each group but the last the next one's; a piece of the projection's matrix beside the first
         # group of each rank's heads but the first's, and beside the last group
@@ -194,13 +193,10 @@ class Metp(Unit):
         mlp = [*self.mlp(), self.activation("backward"),
                *self.parts_backward(tp, self.C, self.part_width),
                *(cost for width in self.hidden_widths for cost in self.parts_backward(tp, width, self.C))]
-        half = [*attention(self)[1], *self.made(self.again), *self.turned("qkv"),
-                *self.head_norms("forward"), *self.head_norms("backward"),
+        half = [*self.attend_backward(self.cfg.n_head // groups), *self.made(self.again), *self.turned("qkv"),
                 *self.parts_backward(groups, self.C, widths["q"]),
                 *(cost for name in widths for cost in self.parts_backward(
                     self.times[name], widths[name], self.C))]
-        if self.at_once < self.cfg.n_head // groups:
-            half.append(self.copy(2 * (self.Q + 2 * self.KV)))  # a group's dq, dk, dv go where q, k, v were
         travelled = (sum(self.part.values()) * (tp - 1)
                      + sum(self.times[name[0]] * n for name, n in self.group.items()))
         # fp32 gradients of travelling matrices are set to zero and added to others

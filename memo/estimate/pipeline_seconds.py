@@ -130,16 +130,6 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, furt
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
 
 
-def tied_s(stage: Stage, machine: Machine, world: int) -> float:
-    """Counts the seconds in which the first stage and the last one sum the gradients of a matrix that both
-    hold: each rank those of its part of the optimizer."""
-    cfg = stage.cfg
-    if not (cfg.ties_stages and (cfg.has_embedding or cfg.has_head)):
-        return 0.0
-    nbytes = 4 * cfg.padded_vocab_size * cfg.n_embd * cfg.pp // world
-    return machine.message_s("shift", nbytes, world)
-
-
 def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
     """Models the Ends of a config that says which stage."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
@@ -235,8 +225,10 @@ def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
         come = weights_in_turns(cfg)  # by steps of the schedule
         stays = stage.numel - sum(n for k, n in enumerate(bucket_numels(cfg, data)) if k in come)
         messages = data_s(cfg, machine, stays, itemsize, data, world, *passes)
+        if cfg.ties_stages and (cfg.has_embedding or cfg.has_head):  # both sum the gradients of one matrix
+            nbytes = 4 * cfg.padded_vocab_size * cfg.n_embd * cfg.pp // world
+            messages += machine.message_s("shift", nbytes, world)
         local_ranks = min(world, machine.node.gpus_per_node)
-        return messages + tied_s(stage, machine, world), optimizer_s(
-            cfg, machine, stage.numel, itemsize, data, local_ranks, passes[0])
+        return messages, optimizer_s(cfg, machine, stage.numel, itemsize, data, local_ranks, passes[0])
     parts["gradients and parameters"], parts["optimizer"] = max(map(at_last, stages, passes), key=sum)
     return parts | {"step": sum(parts.values())}

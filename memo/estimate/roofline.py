@@ -127,6 +127,15 @@ class Unit:
         return [self.kernel_pass(f"rms norm {way}", width),
                 *[self.kernel_pass("rotary", width)] * (self.cfg.position == "rope")]
 
+    def attend(self) -> list[Cost]:
+        """Costs making attn_out from q, k and v."""
+        return [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward")]
+
+    def attend_backward(self, heads: int) -> list[Cost]:
+        """Costs making dq, dk and dv of so many heads at a time; several groups' go where q, k, v were."""
+        moved = [self.copy(2 * (self.Q + 2 * self.KV))] * (self.at_once < heads)
+        return [*attention(self)[1], *moved, *self.head_norms("forward"), *self.head_norms("backward")]
+
     def late(self, message_s: float, beside_s: float, hidden: float | None = None, first_s: float = 0.0,
              times: int = 1) -> Cost:
         """Costs what nothing hides of messages of so many seconds beside so many of computing. `first_s`: of
@@ -187,36 +196,28 @@ def late_hop(u: Unit, message_s: float, block_s: float, times: int = 1) -> Cost:
 
 
 def ring(u: Unit) -> tuple[list[Cost], list[Cost]]:
-    """Costs sending keys and values round, and merging the blocks, which counts as messages."""
+    """Costs sending keys and values round, each hop beside a block, and merging the blocks, which counts as
+    messages. A backward's first hop has nothing before it; gradients, in fp32, go beside the block behind
+    theirs: beside the own block, the last one, alone. By METP hops go two ahead, and a group's first ones
+    beside the group before: all hide behind all blocks, but for a backward's first hops that have nothing
+    before them: of the first group, and of each turn of a group behind its first. Hiding behind a group's
+    products is not counted."""
     # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a later
     # rank's
     merge = u.copy(6 * u.Q).seconds + 0.75 * (u.ring - 1) * u.kernel_pass("merge", u.Q).seconds
     merge_back = u.copy((2 + u.ring * (1 + 8 // u.itemsize)) * (u.Q + 2 * u.KV)).seconds
-    hops = (metp_hops if u.cfg.metp else hops_of_blocks)(u)
-    forward, backward = ([Cost(s, MESSAGES), *late]
-                         for s, late in zip((merge, merge_back), hops, strict=True))
-    return forward, backward
-
-
-def hops_of_blocks(u: Unit) -> tuple[list[Cost], list[Cost]]:
-    """Costs hops of keys and values, each beside a block. A backward's first hop has nothing before it;
-    gradients, in fp32, go beside the block behind theirs: beside the own block, the last one, alone."""
-    forward_s, backward_s = (total(own_kernels(u, way)) / u.ring for way in WAYS)
+    forward_s, backward_s = (total(own_kernels(u, way)) for way in WAYS)
     keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
-    return ([late_hop(u, keys, forward_s, u.ring - 1)],
-            [Cost(keys, MESSAGES), late_hop(u, keys + gradients, backward_s, u.ring - 2),
-             late_hop(u, gradients, backward_s)])
-
-
-def metp_hops(u: Unit) -> tuple[list[Cost], list[Cost]]:
-    """Costs hops by METP, which go two ahead, and a group's first ones beside the group before: all hide
-    behind all blocks, but for a backward's first hops that have nothing before them: of the first group, and
-    of each turn of a group behind its first. Hiding behind a group's products is not counted."""
-    forward_s, backward_s = (u.ring * (total(own_kernels(u, way)) / u.ring) for way in WAYS)
-    keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
-    first = keys * (u.turns - head_groups(u.cfg) + 1) / u.turns
-    return ([late_hop(u, (u.ring - 1) * keys, forward_s)],
-            [Cost(first, MESSAGES), late_hop(u, (u.ring - 1) * (keys + gradients) - first, backward_s)])
+    if u.cfg.metp:
+        first = keys * (u.turns - head_groups(u.cfg) + 1) / u.turns
+        hops = [late_hop(u, (u.ring - 1) * keys, forward_s)]
+        hops_back = [late_hop(u, (u.ring - 1) * (keys + gradients) - first, backward_s)]
+    else:
+        first, block_s, block_back_s = keys, forward_s / u.ring, backward_s / u.ring
+        hops = [late_hop(u, keys, block_s, u.ring - 1)]
+        hops_back = [late_hop(u, keys + gradients, block_back_s, u.ring - 2),
+                     late_hop(u, gradients, block_back_s)]
+    return [Cost(merge, MESSAGES), *hops], [Cost(merge_back, MESSAGES), Cost(first, MESSAGES), *hops_back]
 
 
 # --- Ulysses ---

@@ -10,7 +10,7 @@ from memo.config.layout import Layout
 from memo.config.subsequences import subsequence_lengths
 from memo.decide.step_seconds import UnitRates
 from memo.estimate.metp_seconds import Metp
-from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, attention, dealing, total
+from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, dealing, total
 from memo.system.hardware import Machine
 
 
@@ -108,16 +108,12 @@ class Block(Unit):
         part = sum(one is op for one in sharing) / len(sharing)
         return [*costs, *[self.kernel_pass("rotary", op.gives)] * op.rotary, Cost(part * message, MESSAGES)]
 
-    def attend(self) -> list[Cost]:
-        """Costs making attn_out from q, k and v."""
-        return [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward")]
-
     def forward(self) -> list[Cost]:
         return [*self.attend(), *(cost for op in self.layer.operations for cost in self.operation(op))]
 
     def backward(self) -> list[Cost]:
         """Costs dx and dw of each product, and what is made again for them."""
-        costs = [*attention(self)[1]]
+        costs = self.attend_backward(self.cfg.n_head // self.tp)
         for op in self.layer.operations:
             if op.kind == "norm":
                 costs.append(self.norm("backward"))
@@ -128,9 +124,6 @@ class Block(Unit):
             if op.gated:
                 costs += [self.kernel_pass(f"swiglu {way}", op.takes) for way in ("forward", "backward")]
             costs += [self.kernel_pass("rotary", op.gives)] * op.rotary
-        if self.at_once < self.cfg.n_head // self.tp:
-            costs.append(self.copy(2 * (self.Q + 2 * self.KV)))  # a group's dq, dk, dv go where q, k, v were
-        costs += [*self.head_norms("forward"), *self.head_norms("backward")]
         return costs + self.backward_messages()
 
     def keys_again(self, names: str) -> list[Cost]:

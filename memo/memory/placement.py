@@ -145,11 +145,6 @@ class Placement(Surroundings, InOrder):
         """Keeps what buffers_of has found, by the number of a tensor's buffers and its rows that survive."""
         return {}
 
-    @cached_property
-    def sizes_known(self) -> dict[int | str, int]:
-        """Keeps what AlphaProblem.device_bytes_at has found, by surviving rows; "beside": beside_bytes."""
-        return {}
-
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
         like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)

@@ -83,7 +83,7 @@ def depth(value: Json) -> int:
 
 
 def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
-    """Parses a JSON object within bounds: of so many values, MOST_DEPTH, finite numbers. Errors: ValueError."""
+    """Parses a JSON object of bounded size and depth, with finite numbers. Errors: ValueError."""
     if sum(map(text.count, "[{,")) > most_values:  # no value without one of them, but the first
         raise ValueError(f"it must have at most {most_values:,} values")
 
