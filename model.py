@@ -1,55 +1,302 @@
-"""A GPT whose forward and backward are written out by hand: what lives where, and when, can be read here, in
-memo/layer/block.py, which has one layer, and in memo/layer/edges.py, which has embedding and head.
+"""A GPT, and its layer, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid +
+mlp(ln2 mid), where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 or of Llama (memo/layer/mlp.py).
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b
     n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
               rows, in order
     C, H, D   hidden size, heads, head dimension
+    Q, KV, F  widths of q, of k and v, of the MLP: H*D, Hkv*D, n_inner
+    s         the skeletal activations of a layer: named views of one buffer, see memo/config/layer.py
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
+
+The backward writes over skeletal tensors that nobody reads any more: a layer needs hardly any memory besides
+its buffer. What is token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of
+heads (memo/layer/attend.py). What is computed when, and lies where, is asked in memo/states/passes.py.
+Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 
+from memo.config.config import Config
+from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.layout import Layout
 from memo.config.rope import parse_scaling, scaled
 from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import aligned
-from memo.kernels.matmul import check_products
-from memo.kernels.ops import resolve_ops, rotations
-from memo.layer.activations import Weights
-from memo.layer.block import Block
+from memo.kernels.matmul import Linear, Rows, check_products, matmul_of
+from memo.kernels.ops import Ops, resolve_ops, rotations
+from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
+from memo.layer.attend import Attention
+from memo.layer.attention import LayerAttention
 from memo.layer.cp import attention_over_ranks
 from memo.layer.edges import Edges, Tables
 from memo.layer.metp_block import MetpBlock
+from memo.layer.mlp import mlp_of
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import Parameters
 from memo.memory.views import bucket_views, views
-from memo.states.protocols import LayerBlock
+from memo.parallel.mesh import Mesh
+from memo.parallel.tp import (
+    bias_backward,
+    column_linear_backward,
+    in_turns,
+    row_linear_backward,
+    row_linear_forward,
+)
 
 
-def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into
-    the residual stream over sqrt(2L)."""
-    held = model_parameters(cfg)
-    generator = torch.Generator(device).manual_seed(seed)
-    std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
-    for name, p in model_parameters(Layout.whole(cfg)).items():
-        w = torch.zeros(p.shape, device=device)
-        if p.init in std:
-            w.normal_(0.0, std[p.init], generator=generator)
-        elif p.init == "ones":
-            w.fill_(1.0)
-        # all of them, whole, on every rank alike, and cut later: the numbers do not depend on the layout
-        if name in ("wte", "head_w"):
-            w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
-        if name in held:
-            yield name, w
+def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]]:
+    """Cuts n rows at the ends of {name: slice}: lists [(first, end, names that have these rows)]."""
+    bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
+    edges = sorted({edge for bound in bounds.values() for edge in bound})
+    named = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
+             for first, end in pairwise(edges)]
+    return [stretch for stretch in named if stretch[2]]
+
+
+class Block:
+    """Computes a layer in two halves, cut at `mid`. `w`, `dw`: this rank's parameters and gradients, by name.
+
+    `rows`: {skeletal tensor: the slice of its rows to compute}. What is token-wise gives the same bits for
+    any range of rows as for all of them: recomputing a part of a layer rests on that.
+    """
+
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
+                 mesh: Mesh) -> None:
+        self.w, self.dw, self.ops, self.tp, self.eps = w, dw, ops, mesh.weights, cfg.norm_eps
+        self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
+        self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
+        names = [t.name for t in layer_of(cfg).skeletal]
+        self.last = [t.name for t in layer_of(cfg).skeletal if t.width][-1]  # of the MLP half
+        self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
+
+    # --- forward ---
+
+    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
+        """Computes `out` (n, C), the next layer's x, from `s.x`; fills the rest of `s`."""
+        s = self.with_keys(s)
+        self.recompute(s, self.every_row)  # for the first time
+        return self.output(s, out)
+
+    def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
+        """Makes `rows` of the skeletal tensors from x, none of a tensor that it does not name: token by
+        token, but for attention, which runs whole if any row of attn_out is wanted. Source: MEMO 4.1."""
+        # in the forward's order: rows that are not made here came from the host, or never left the buffer
+        rows = self.no_rows | rows
+        self.queries_keys_values(s, rows)
+        if len(s.attn_out[rows["attn_out"]]):
+            q, out = self.attention.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
+            keys = [] if s.pieces else self.keys_of(s)
+            self.attention.forward(s, q, keys, out, s.lse)
+        self.projection(s, rows)
+        self.mlp_but_output(s, rows)
+
+    def extend(self, s: Activations, keys: torch.Tensor, values: torch.Tensor,
+               attend: Callable[..., torch.Tensor], out: torch.Tensor) -> None:
+        """Computes the forward of one sequence's last token alone, as text is generated. Its query sees
+        all `keys` and `values` (1, T, Hkv, D), as pieces hold them; the last ones are its own, and written
+        here. `attend(q, keys, values, scale)`: attention of one query."""
+        self.queries_keys_values(s, self.every_row)
+        q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
+        if self.attention.head_norms:
+            norms = self.attention.norms(s)
+            q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
+        keys[:, -1:], values[:, -1:] = k, v
+        s.attn_out.view(q.shape).copy_(attend(q, keys, values, self.attention.scale))
+        self.projection(s, self.every_row)
+        self.mlp_but_output(s, self.every_row)
+        self.output(s, out)
+
+    def queries_keys_values(self, s: Activations, rows: dict[str, slice]) -> None:
+        """Makes ln1_out, q, k, v from x."""
+        self.norm_forward("ln1", s.x, s, rows["ln1_out"])
+        self.columns(s, self.qkv(self.w), self.kept(s, "ln1_out"), rows)
+        if s.turn is not None and not self.attention.head_norms:
+            for name in "qk":
+                if rows[name] != NO_ROWS:
+                    self.ops.rotary(getattr(s, name)[rows[name]], s.turn[rows[name]], back=False)
+        if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
+            self.attention.put_keys(s, *self.keys_of(s)[0])
+
+    def with_keys(self, s: Activations) -> Activations:
+        """Gives `s` its `k` and `v`, (n, tp, KV/tp), which are not a unit's own with several subsequences."""
+        if not s.pieces:
+            return s
+        k, v = s.pieces[-1]
+        if self.attention.keys_apart(s):
+            rows, width = len(s.x) * self.tp.size, self.attention.kv_heads * self.attention.head_dim
+            k, v = (s.x.new_empty(rows, width) for _ in range(2))
+        return replace(s, **{name: t.view(len(s.x), self.tp.size, -1) for name, t in (("k", k), ("v", v))})
+
+    def keys_of(self, s: Activations) -> Pieces:
+        """Views the layer's own k and v, (B, T, Hkv/tp, D), as one piece."""
+        k, v = self.attention.heads(s.k, s.v, like=s.lse)
+        return [(k, v)]
+
+    def sweep(self, s: Activations, x: torch.Tensor) -> None:
+        """Makes the unit's own piece again, from its input x (n, C)."""
+        own = {name: getattr(s, name) for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd")}
+        normed = {name: torch.empty_like(t) for name, t in own.items() if t is not None}
+        rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
+        self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), rows)
+
+    def kept(self, s: Activations, name: str) -> Rows:
+        """Finds the skeletal tensor `name`, an input of products, as they take it."""
+        return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
+
+    def columns(self, s: Activations, linears: dict[str, Linear], x: Rows, rows: dict[str, slice]) -> None:
+        """Makes the skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
+        # they may lack different rows: rows that several lack are gathered once for all of them
+        for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
+            def project(r: slice, names: list[str] = names) -> Iterator[None]:
+                message = self.matmul.start_gather(self.tp, x[r])
+                yield  # the message travels, the other piece computes
+                gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
+                for name in names:
+                    w, b = linears[name]
+                    out = getattr(s, name)[r]  # (n, tp, width/tp)
+                    self.matmul.forward(gathered, w, out.transpose(0, 1), b)
+            in_turns(self.tp, s.x.device, first, end, project)
+
+    def norm_forward(self, name: str, x: torch.Tensor, s: Activations, r: slice) -> None:
+        """Writes rows r of ln1_out or ln2_out."""
+        w, b, mean, rstd = self.norm(name, s, r)
+        for piece, out in self.matmul.pieces(self.kept(s, f"{name}_out")[r], like=x[r]):
+            mean_ = None if mean is None else mean[piece]
+            self.ops.norm_forward(x[r][piece], w, b, out, mean_, rstd[piece], self.eps)
+
+    def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
+                      s: Activations, r: slice, out: torch.Tensor) -> None:
+        """Writes residual + the gradient of x over `out`; rows r of x."""
+        w, b, mean, rstd = self.norm(name, s, r)
+        dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
+        self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
+
+    def norm(self, name: str, s: Activations,
+             r: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """Finds (weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
+        w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
+        mean, rstd = (getattr(s, f"{name}_{what}") for what in ("mean", "rstd"))
+        return w, b, None if mean is None else mean[r], rstd[r]
+
+    def projection(self, s: Activations, rows: dict[str, slice]) -> None:
+        """Makes mid, the end of the attention half, from x and attn_out."""
+        w, r = self.w, rows["mid"]  # (n, C)
+        attn_out = s.attn_out[r].__getitem__
+        row_linear_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
+
+    def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
+        """Makes ln2_out and what the MLP keeps from mid: the MLP half but for its output."""
+        self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
+        self.columns(s, self.mlp.linears(vars(self.w)), self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
+        if self.mlp.product:
+            r = rows[self.mlp.product]
+            hidden = [h[r] for h in self.mlp.hidden(s)]
+            for piece, out in self.matmul.pieces(self.kept(s, self.mlp.product)[r], like=hidden[0]):
+                self.mlp.activate([h[piece] for h in hidden], out)
+
+    def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
+        """Writes `out` (n, C), the next layer's x, from mid and what the MLP keeps."""
+        w, b = self.mlp.last_linear(vars(self.w))
+        return row_linear_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
+
+    def product(self, s: Activations, r: slice) -> Rows:
+        """Finds rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
+        if self.mlp.product:
+            return self.kept(s, self.mlp.product)[r]
+        return self.mlp.activated([h[r] for h in self.mlp.hidden(s)])
+
+    # --- backward ---
+
+    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor:
+        """Writes dx over s.x, adds to the parameters' gradients, uses up dy (n, C) and the rest of `s`."""
+        # The MLP half and the projection first, for they go piece by piece.
+        s, dout = self.with_keys(s), self.place_of_dout(s)
+        in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
+        # attention needs all rows: between the two halves every piece has to be done
+        attention = self.attention
+        dout_, q, out = attention.heads(dout, s.q, s.attn_out, like=s.lse)
+        gradients = attention.backward(s, dout_, q, self.keys_of(s), out, s.lse)
+        if s.pieces:
+            if attention.head_norms:  # the norm's backward wants k as it was before
+                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
+            gradients = [*gradients, *attention.key_gradients(s, *self.keys_of(s)[0])]
+        # (n, tp, Q/tp or KV/tp)
+        dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
+        del gradients
+        for g in dqkv[:2] if s.turn is not None and not attention.head_norms else ():
+            self.ops.rotary(g, s.turn, back=True)
+        in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
+        return s.x
+
+    def place_of_dout(self, s: Activations) -> torch.Tensor:
+        """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor whose rows the MLP half uses up,
+        piece by piece, before. They are no shorter, so that the gradient's never reach into a later piece."""
+        for used_up in (getattr(s, name) for name in ("ln2_out", self.last)):
+            if used_up.nbytes >= s.attn_out.nbytes:
+                memory = used_up.view(-1).view(s.attn_out.dtype)
+                return memory[:s.attn_out.numel()].view(s.attn_out.shape)
+        return torch.empty_like(s.attn_out)
+
+    # Generators for tp.in_turns: each yields where a message is on its way, while another piece computes.
+
+    def after_attention_backward(self, dy: torch.Tensor, s: Activations, dout: torch.Tensor,
+                                 r: slice) -> Iterator[None]:
+        """Computes rows r of the MLP half and the projection: between them nothing needs other rows."""
+        yield from self.mlp_backward(dy, s, r)
+        yield from self.projection_backward(dy, s, dout, r)
+
+    def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
+        """Writes rows r of the gradient of mid over dy, where out = mid + mlp(ln2(mid))."""
+        tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
+        (w, _), (dw, db) = (self.mlp.last_linear(vars(of)) for of in (self.w, self.dw))
+        message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
+        product = self.product(s, r)
+        yield
+        bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
+        d = row_linear_backward(self.matmul, message.wait(), product, w, dw)
+        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels beside the activation's
+        self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
+        del product, d
+        yield
+        linears, gradients = (self.mlp.linears(vars(of)).values() for of in (self.w, self.dw))
+        message = column_linear_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
+        yield
+        # the residual's gradient, dy, is added inside
+        self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
+
+    def projection_backward(self, dy: torch.Tensor, s: Activations, dout: torch.Tensor,
+                            r: slice) -> Iterator[None]:
+        """Writes rows r of the gradient of attn_out into `dout`, where mid = x + attn_out proj."""
+        w, dw, dy = self.w, self.dw, dy[r]
+        message = self.tp.start_gather(dy)
+        yield
+        bias_backward(dy, dw.proj_b)
+        row_linear_backward(self.matmul, message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
+
+    def queries_keys_values_backward(self, dy: torch.Tensor, s: Activations, dqkv: list[torch.Tensor],
+                                     r: slice) -> Iterator[None]:
+        """Writes rows r of the gradient of x, by way of mid (dy) and of q, k, v, over x."""
+        message = self.matmul.start_gather(self.tp, self.kept(s, "ln1_out")[r])
+        yield
+        dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
+        # one sum of three
+        message = column_linear_backward(self.matmul, self.tp, dys, message.wait(), linears, gradients)
+        yield
+        self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
+
+    @staticmethod
+    def qkv(w: Weights) -> dict[str, Linear]:
+        """Finds {q, k, v: (matrix, bias or None)}; or their gradients."""
+        return {"q": (w.q_w, w.q_b), "k": (w.k_w, w.k_b), "v": (w.v_w, w.v_b)}
 
 
 class GPT:
@@ -79,7 +326,7 @@ class GPT:
         named = bucket_views(self.layout, self.buckets, parts)
         return Tables(**{name: t for name, t in named.items() if "." not in name})
 
-    def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock:
+    def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> Block | MetpBlock:
         """Makes the block of a layer's flat parameters, which adds to their gradients, if there are any."""
         (start, _), first = self.buckets[1], f"h.{self.cfg.layers[0]}."  # all layers are alike
         layout = {name.removeprefix(first): replace(p, offset=p.offset - start)
@@ -105,3 +352,22 @@ class GPT:
         turn = rotations(mine, cfg.head_width, cfg.rope_theta,
                          *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
         return turn.unflatten(0, (len(positions) // tp.size, -1))
+
+
+def initial_weights(cfg: Layout, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, fp32 tensor), whole, of a stage's parameters. GPT-2's: normal 0.02, projections into
+    the residual stream over sqrt(2L)."""
+    held = model_parameters(cfg)
+    generator = torch.Generator(device).manual_seed(seed)
+    std = {"normal": 0.02, "residual": 0.02 / math.sqrt(2 * cfg.n_layer)}
+    for name, p in model_parameters(Layout.whole(cfg)).items():
+        w = torch.zeros(p.shape, device=device)
+        if p.init in std:
+            w.normal_(0.0, std[p.init], generator=generator)
+        elif p.init == "ones":
+            w.fill_(1.0)
+        # all of them, whole, on every rank alike, and cut later: the numbers do not depend on the layout
+        if name in ("wte", "head_w"):
+            w[cfg.vocab_size:] = 0.0  # the padding, which nobody looks up
+        if name in held:
+            yield name, w

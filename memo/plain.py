@@ -24,26 +24,15 @@ memo/schedule/program.py makes the list, execute.py runs it; tests/test_plain.py
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from memo.config.config import Config
 from memo.config.layer import INPUT, SPLIT_ROWS, n_rows, tensors_of
 from memo.layer.activations import Activations
-from memo.layer.block import Block
-from memo.layer.edges import Edges
 from memo.memory.slab import HostSlab
 from memo.schedule.streams import Event, Streams
-
-
-class Model(Protocol):
-    """Names what the step uses of a GPT (model.py)."""
-
-    blocks: list[Block]  # the layers
-    edges: Edges  # embedding and head
-
-    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None: ...
+from memo.states.protocols import Transformer
 
 
 @dataclass(eq=False)
@@ -111,7 +100,7 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         destination.copy_(source, non_blocking=True)
 
 
-def training_step(model: Model, memory: Memory, streams: Streams, tokens: torch.Tensor,
+def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: torch.Tensor,
                   targets: torch.Tensor) -> torch.Tensor:
     """Computes the mean loss of tokens (B, T), and adds its gradients to those of the parameters."""
     compute, offload, prefetch = streams.compute, streams.offload, streams.prefetch

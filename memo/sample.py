@@ -38,13 +38,12 @@ from memo.data.tokenizer import check_vocab_size, encode_text, load_tokenizer, s
 from memo.data.tokens import PIECE_CHARS, encode
 from memo.errors import ConfigError, reason
 from memo.huggingface.huggingface import OWN, check_reach
-from memo.layer.block import Block
 from memo.run.load_config import stored_config
 from memo.states.passes import Model
 from memo.states.staging import with_place
 from memo.system.device import pick_device
 from memo.system.files import read_text
-from model import GPT
+from model import GPT, Block
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -20,7 +20,6 @@ import train
 from memo.checkpoint import checkpoint, dcp
 from memo.checkpoint.checkpoint import Saver
 from memo.errors import ConfigError, TrainingError
-from memo.layer.block import Block
 from memo.plots import figures
 from memo.run import ending, report
 from memo.run import prepare as run_module
@@ -29,6 +28,7 @@ from memo.run.state import Run
 from memo.system import command, signals
 from memo.system.out_dir import lock, rescues
 from memo.system.signals import StepGivenUp, StopSignal
+from model import Block
 from tests.helpers import ROOT, argv, losses
 
 

@@ -415,7 +415,7 @@ def without_memory(host, argv, said, rank, steps):
 
     def forward_backward(run, it):
         if host.rank == rank and it == steps:
-            m.setattr("memo.layer.block.Block.backward", out_of_memory)
+            m.setattr("model.Block.backward", out_of_memory)
         return real(run, it)
     real = train.forward_backward
     sys.stdout = sys.stderr = io.TextIOWrapper(io.FileIO(f"{said}{host.rank}", "w"))
@@ -423,7 +423,7 @@ def without_memory(host, argv, said, rank, steps):
         m.setattr(train, "forward_backward", forward_backward)
         bound_arena(m)
         if host.rank == rank and not steps:
-            m.setattr("memo.layer.block.Block.backward", out_of_memory)
+            m.setattr("model.Block.backward", out_of_memory)
         with rank_errors(host):
             run = train.set_up(argv, Launch(host.rank, host.size, host.rank, host.size), host)
         with rank_errors(host, run.where):

@@ -19,12 +19,12 @@ import train
 from memo import sample
 from memo.checkpoint import checkpoint, dcp
 from memo.errors import ConfigError, TrainingError
-from memo.layer.block import Block
 from memo.memory.slab import HostSlab
 from memo.run.load_config import load_config
 from memo.run.loggers import read_metrics
 from memo.system.command import run
 from memo.system.out_dir import lock
+from model import Block
 from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate
 

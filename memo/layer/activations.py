@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+EVERY_ROW, NO_ROWS = slice(None), slice(0)
+
 Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of earlier rows, or their gradients
 
 

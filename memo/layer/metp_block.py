@@ -1,4 +1,4 @@
-"""A layer by METP, forward and backward written out by hand: the same mathematics as memo/layer/block.py,
+"""A layer by METP, forward and backward written out by hand: the same mathematics as model.py,
 where the rank has rows of its own alone and the matrices come by (memo/layer/metp.py).
 
     s         the skeletal activations: x, attn_out, lse, mid. The backward makes what lies between them again
@@ -22,10 +22,9 @@ from memo.kernels.attention import Gradients
 from memo.kernels.matmul import Part, RowGradients, Rows, matmul_of
 from memo.kernels.ops import Ops
 from memo.layer import metp
-from memo.layer.activations import Activations, Pieces, Weights
+from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
 from memo.layer.attend import Attention, Meanwhile, of_heads, start_keys
 from memo.layer.attention import LayerAttention
-from memo.layer.block import EVERY_ROW, NO_ROWS
 from memo.layer.metp import Ahead, Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
 from memo.parallel.mesh import Mesh

@@ -1,6 +1,6 @@
 """The MLP of a layer: out = mid + last(f(hidden)), where `hidden` is what the linears in front of the
 activation f make of x = ln2(mid). GPT-2 has fc1, GELU, fc2; Llama gate and up, silu(gate) * up, down. Block
-(memo/layer/block.py) and METP (memo/layer/metp_block.py, metp.py), which use it, have rows and matrices.
+(model.py) and METP (memo/layer/metp_block.py, metp.py), which use it, have rows and matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,17 +1,24 @@
 """What memo/ uses of a transformer, whose module, model.py, only commands import."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from memo.kernels.ops import Ops
+from memo.layer.activations import Activations
 from memo.layer.attend import Attention
-from memo.layer.block import Block
 from memo.layer.edges import Edges
-from memo.layer.metp_block import MetpBlock
 from memo.schedule.step import Step
 
-LayerBlock = Block | MetpBlock  # what computes a layer
+
+class LayerBlock(Protocol):
+    """Names what computes a layer: model.Block, or by METP MetpBlock (memo/layer/metp_block.py)."""
+
+    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor: ...
+    def recompute(self, s: Activations, rows: dict[str, slice]) -> None: ...
+    def sweep(self, s: Activations, x: torch.Tensor) -> None: ...
+    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor: ...
 
 
 class Source(Protocol):
@@ -28,8 +35,9 @@ class Transformer(Protocol):
     why_ops: str
     attention: Attention
     edges: Edges
-    blocks: list[LayerBlock]
 
+    @property
+    def blocks(self) -> Sequence[LayerBlock]: ...
     @property
     def key_shape(self) -> tuple[int, int]: ...
     def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock: ...
