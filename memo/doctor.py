@@ -101,7 +101,7 @@ def rate_finding(what: str, unit: str, rate: float, expected: float | None, reme
 
 def version_of(package: str) -> str:
     """Finds the version of an installed package; "" without it."""
-    return next((package_found.version for package_found in distributions(name=package)), "")
+    return next((found.version for found in distributions(name=package)), "")
 
 
 def driver() -> str:
@@ -296,17 +296,17 @@ def main(argv: list[str]) -> int:
         device, dtype = launch.together(host, pick_device, asked, me.local_rank)
         me.take(device)
         here = Here(host, me.local_world, device, dtype)
-        tell, findings_here = show if me.rank == 0 and not args.json else lambda finding: None, []
-        for check in (*FOR_ITSELF, *TOGETHER):
-            for finding in findings_of(check, here):
-                findings_here.append(finding)
-                tell(finding)
-        first, *others = host.objects((launch.rank_name(me.rank), findings_here))
-        told = list(first[1])
-        for where, findings in others:  # of other ranks the faults that rank 0 has not
-            for f in (f for f in findings if f.remedy and f not in first[1]):
-                told.append(f._replace(what=f"{where}: {f.what}"))
-                tell(told[-1])
+        tells, own = me.rank == 0 and not args.json, list[Finding]()
+        for finding in (f for check in (*FOR_ITSELF, *TOGETHER) for f in findings_of(check, here)):
+            own.append(finding)
+            if tells:
+                show(finding)
+        (_, first), *others = host.objects((launch.rank_name(me.rank), own))
+        more = [f._replace(what=f"{where}: {f.what}") for where, findings in others
+                for f in findings if f.remedy and f not in first]  # faults that rank 0 has not
+        for finding in more if tells else ():
+            show(finding)
+        told = first + more
         faults = sum(bool(f.remedy) for f in told)
         if me.rank == 0:
             print(readable_json(dict(ranks=host.size, faults=faults, findings=[f._asdict() for f in told]))

@@ -161,12 +161,12 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"out_dir={args.out_dir} holds no tokenizer.json; give the out_dir of a run, or "
                           "copy one there")
     tokenizer, prompt = load_tokenizer(path), read_prompt(args.prompt)
-    rule = said_in(Path(args.out_dir), "config.json").get("tokenizer")
-    special = rule.get("parse_special") is True if isinstance(rule, dict) else False
+    rule, special = said_in(Path(args.out_dir), "config.json").get("tokenizer"), args.parse_special
+    if special is None:
+        special = isinstance(rule, dict) and rule.get("parse_special") is True
     model = load_model(args.out_dir, args.device, args.dtype)
     check_vocab_size(tokenizer, path, model.cfg.vocab_size)
-    ids = prompt_ids(tokenizer, prompt, special if args.parse_special is None else args.parse_special,
-                     model.cfg.block_size)
+    ids = prompt_ids(tokenizer, prompt, special, model.cfg.block_size)
     check_reach(Path(args.out_dir) / OWN, len(ids) + args.max_new_tokens, "--max_new_tokens")
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):

@@ -123,7 +123,7 @@ def seconds_behind_computing(host, late):
     gather, mesh_host = partial(meet, 0.0, message_s=1e-3), SimpleNamespace(max=meet)
     with patch.multiple(measure, REPEATS=2, BEHIND=2, LEAST_S=0.0), patch.object(
             measure.time, "perf_counter", lambda: now):
-        return measure.seconds_of(measure.timings_behind(compute, gather, CPU, mesh_host))
+        return measure.seconds_of([measure.timings_behind(compute, gather, CPU, mesh_host)])
 
 
 def always_late(rank, n):

@@ -82,8 +82,7 @@ class Saver:
         self.wait()
         reached = None
         if pieces and pieces[0].tensor.is_cuda:
-            reached = torch.cuda.Event()
-            reached.record(torch.cuda.current_stream(pieces[0].tensor.device))
+            reached = torch.cuda.current_stream(pieces[0].tensor.device).record_event()
         self.taken = threading.Event()
         self.thread = threading.Thread(target=self.write, args=(pieces, reached, config, iter),
                                        name="memo checkpoint", daemon=True)
@@ -243,8 +242,7 @@ class Saver:
         sync_folder(path.parents[1])
 
     def remove_old(self, keep: int) -> None:
-        """Removes this run's checkpoints but the `keep` newest, and of damaged ones all but as many. What has
-        a higher number than its newest is not its own."""
+        """Removes the run's own checkpoints but for the `keep` newest, and damaged ones but for as many."""
         out = self.folder.parent
         if self.whole is None or not self.lease(out):
             return
@@ -287,8 +285,7 @@ class Checkpoint:
         return ((name.removeprefix(f"{prefix}."), self.tensor(name)) for name in self.shapes(prefix))
 
     def read(self, pieces: list[Piece]) -> None:
-        """Fills the `pieces`, named and shaped as in the checkpoint, in any layout; each rank reads for
-        itself. Errors: CheckpointError: they are not finite; Damaged."""
+        """Fills the `pieces`, in any layout. Errors: CheckpointError: they are not finite; Damaged."""
         try:
             self.reader.read(pieces)
         except pickle.UnpicklingError:

@@ -83,8 +83,7 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
 
 
 class Ids:
-    """Reads the `count` token ids of a .bin by slices: a mapped file, cut short, would kill the process.
-    Errors: ConfigError."""
+    """Reads the token ids of a .bin by slices: a mapped file, cut short, would kill the process."""
 
     def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
         self.path, self.dtype, self.count = path, dtype, count

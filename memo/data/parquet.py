@@ -16,8 +16,7 @@ ERROR = b"\xff" * 8  # stands where a text's length would
 def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
     """Yields the texts of `column`, in UTF-8, but for empty ones. Errors: ConfigError."""
     with subprocess.Popen(command_of("memo.data.parquet", "send", str(path), column),
-                          stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                           env=os.environ | dict(ARROW_DEFAULT_MEMORY_POOL="system")) as reader:
         assert reader.stdout
         try:

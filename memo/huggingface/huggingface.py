@@ -85,9 +85,9 @@ FAMILIES = {
     "mistral": replace(LLAMA, architecture="MistralForCausalLM",
                        defaults=dict(num_key_value_heads=8, sliding_window=4096)),
     "qwen2": replace(LLAMA, architecture="Qwen2ForCausalLM", keys=LLAMA.keys | dict(qkv_bias=True),
-                     defaults=dict(num_key_value_heads=32)),
+                     defaults=dict(num_key_value_heads=32, sliding_window=4096)),
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
-                     defaults=dict(num_key_value_heads=32, head_dim=128))}
+                     defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096))}
 
 
 # --- config.json -> memo's keys ---
@@ -173,7 +173,6 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
         used = hf.get("use_sliding_window") or False
         if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
             return
-        window = hf.get("sliding_window", 4096)
     if window is not None and not (type(window) is int and window >= S):
         raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least {S}, the "
                           "length of the run; " + reach.format("set it to null")
@@ -227,8 +226,7 @@ def family_of(cfg: Config) -> str:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
         kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
                 else "llama" if cfg.n_embd % cfg.n_head == 0 else "mistral")
-        like = FAMILIES[kind].architecture
-        wanted = FAMILIES[kind].keys
+        like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
         if getattr(cfg, name) != value:
             key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)

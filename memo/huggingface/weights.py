@@ -1,6 +1,5 @@
-"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters, tensor by tensor: a few
-are in memory at once. Hugging Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j
-and 2j + 1: alike() is the one home of that order."""
+"""Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters, a few at once. Hugging
+Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j and 2j + 1: see alike()."""
 
 import errno
 import json
@@ -145,8 +144,7 @@ def check_tied_head(folder: Path | str, cfg: Config) -> None:
 
 
 class HfWeights:
-    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`, which
-    share each layer. Errors: those of stored_weights()."""
+    """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`."""
 
     def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
@@ -155,8 +153,7 @@ class HfWeights:
         self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads memo's parameter `name`: positions up to block_size, zeros for rows that memo adds to the
-        vocabulary. Errors: ConfigError: there are NaN or infinities."""
+        """Reads memo's parameter `name`, zeros for rows that memo adds. Errors: ConfigError: not finite."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]

@@ -30,8 +30,7 @@ class Bar(NamedTuple):
 
 
 def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
-    """Lists what a stage computes, copies and waits for, of N subsequences. Guest rows have their home's
-    subsequence: such units' numbers count on by N for each stage."""
+    """Lists what a stage computes, copies and waits for, of N subsequences; guests' numbers count on by N."""
     bars = []
     for s in spans:
         if s.stream not in ROWS or s.kind == "bubble" or (s.kind == "wait" and s.stream != "compute"):
@@ -110,8 +109,7 @@ def legend_of(stages: Sequence[Sequence[Span]], looks: set[str], shade: Colour) 
 
 
 def pipeline(stages: Sequence[Sequence[Span]], N: int, png_path: str | Path, title: str) -> None:
-    """Draws all stages' spans, on one clock, with what each computes, coloured by the subsequence of N, above
-    its copies. White there is the bubble: nothing to compute yet, or no more."""
+    """Draws all stages' spans on one clock, coloured by the subsequence of N, copies below. White: bubble."""
     bars = [bar for stage, spans in enumerate(stages) for bar in bars_of(stage, spans, N)]
     looks = {bar.look for bar in bars}
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)

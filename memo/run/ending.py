@@ -122,8 +122,7 @@ def train_and_save(run: Run, train: Callable, stop: StopSignal) -> None:
 
 
 def complete(run: Run, train: Callable) -> int:
-    """Prints the first and last lines around train(run, stop) -> the exit code, 0 or 128 + the number of the
-    signal that stopped it. Errors: those of train_and_save()."""
+    """Calls train(run, stop) between first and last lines -> 0, or 128 + the signal that stopped it."""
     cfg = run.cfg
     stop = StopSignal(quiet=not run.speaks, alone=run.mesh.host.size == 1)
     try:

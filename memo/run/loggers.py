@@ -20,7 +20,7 @@ from memo.config.formulas import percent
 from memo.errors import ConfigError, reason, warn
 from memo.system.files import Json, JsonObject, open_file, own_folder, parse_json, regular, save_bytes
 
-MOST_LINE, MOST_COMMAS = 2**16, 64  # of a line of metrics.jsonl: characters; that part its values
+MOST_LINE, MOST_VALUES = 2**16, 64  # of a line of metrics.jsonl: characters and values
 MOST_METRICS = 2**30  # bytes
 WANDB_S = 10  # to reach its server
 
@@ -69,7 +69,7 @@ def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dic
             raise ConfigError(f"{path} has {size:,} bytes, must have at most {MOST_METRICS:,}; move it away")
         for line in iter(partial(f.readline, MOST_LINE), ""):
             with contextlib.suppress(ValueError):
-                if line.count(",") <= MOST_COMMAS and is_step(row := parse_json(line)):
+                if is_step(row := parse_json(line, MOST_VALUES)):
                     rows.append(row)
                     continue
             if damaged is not None and line.strip():
@@ -78,8 +78,7 @@ def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dic
 
 
 class JsonlLogger:
-    """Appends to metrics.jsonl, and drops what an earlier run wrote from `first_iter` on. Lines that a full
-    disk does not take are written with later ones."""
+    """Appends to metrics.jsonl, where an earlier run's lines from `first_iter` on are dropped."""
 
     def __init__(self, path: str | Path, first_iter: int) -> None:
         damaged: list[str] = []

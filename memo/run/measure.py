@@ -101,10 +101,10 @@ def timings_behind(computing: Call, message: Call, device: torch.device, host: A
     return fastest_seconds(message, device, host), together, alone
 
 
-def seconds_of(times: Timings) -> float:
+def seconds_of(rounds: Iterable[Timings]) -> float:
     """Counts an operation's seconds: a message's are those that it adds to computing, no less than alone.
     Waiting for ranks that are late in turns is in these; for one that always is, in the computing's."""
-    itself, together, alone = times
+    itself, together, alone = map(min, zip(*rounds, strict=True))
     return max(itself, together - alone)
 
 
@@ -117,8 +117,7 @@ def open_arena(device: torch.device) -> Arena | NoArena:
 
 def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
             with_fp8: bool = False) -> dict[str, Job]:
-    """Makes {operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w; with_fp8
-    also of these in FP8, of operands that are rounded before."""
+    """Makes {operation: (call, FLOPs)} of a linear: forward, the gradient of x, the gradient of w."""
     x, y, dx = (torch.randn(1, rows, size, dtype=dtype, device=device) for _ in range(3))  # (tp, n, width)
     w, dw = torch.randn(size, size, dtype=dtype, device=device), torch.zeros(size, size, device=device)
 
@@ -245,8 +244,7 @@ def counted(op: str) -> str:
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
     """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
     ranks, over the devices' network; `host` the same over gloo."""
-    amounts: dict[tuple[str, float], float] = {}  # FLOPs or bytes of (operation, size)
-    least: dict[tuple[str, float], Timings] = {}  # of all rounds, each of the three by itself
+    times = defaultdict[tuple[str, float, float], list[Timings]](list)  # of (operation, size, FLOPs or bytes)
     cuda, doing = device.type == "cuda", ""
     rows = 2**16 if cuda else 4096  # of products
 
@@ -259,11 +257,9 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
                 segment = partial(arena.run, f"{op} {label}", call)
                 segment()  # the first run is recorded, and may build the library of the memory plan
                 arena.settle()
-                times = timings_behind(computing, segment, device, host) if computing else (
-                    fastest_seconds(segment, device, host), 0.0, 0.0)
-                amounts[point := (op, size or amount)] = amount
-                a, b, c = map(min, times, least.get(point, times))
-                least[point] = a, b, c
+                times[op, size or amount, amount].append(
+                    timings_behind(computing, segment, device, host) if computing else
+                    (fastest_seconds(segment, device, host), 0.0, 0.0))
         for _ in range(ROUNDS):
             for size in (64, 128, 256, 512, 1024, 2048, *((4096, 8192) if cuda else ())):
                 measure(matmuls(size, rows, dtype, device, has_fp8(device, dtype)), size, size)
@@ -276,16 +272,15 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
             for nbytes in (2**8, 2**12, 2**16, 2**18, 2**20, 2**23, 2**26) if axis.size > 1 else ():
                 measure(messages(nbytes, axis, device), None, nbytes, computing)
     table = defaultdict[str, list[hardware.Point]](list)
-    for op, size in sorted(least):
-        table[op].append((size, amounts[op, size] / seconds_of(least[op, size])))
+    for (op, size, amount), rounds in sorted(times.items()):
+        table[op].append((size, amount / seconds_of(rounds)))
     table["memory"] = table["copy"]
     table["link"] = table["network"] = [(1, 1.0)]  # the figures of `node` are measured ones: all of them
     shift = table["shift"][-1][1] if axis.size > 1 else 1.0
-    tiny = torch.zeros(1, device=device)
-    name, free = device_name(device), int(min(host.max(available())))
-    rate = copy_rate(2**28 if cuda else 2**25, device, host)
-    node = dict(gpus_per_node=local_ranks, host_memory_bytes=free, nvlink_bytes_per_s=shift,
-                pcie_bytes_per_s=rate, network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
+    tiny, name = torch.zeros(1, device=device), device_name(device)
+    node = dict(gpus_per_node=local_ranks, host_memory_bytes=int(*host.max(available())),
+                pcie_bytes_per_s=copy_rate(2**28 if cuda else 2**25, device, host), nvlink_bytes_per_s=shift,
+                network_bytes_per_s=shift, host_bytes_per_s=table["adamw"][-1][1])
     measured = dict(format=hardware.CALIBRATION_FORMAT, device=name, threads=torch.get_num_threads(),
                     ranks=axis.size, node=node, itemsize=dtype.itemsize, speeds=table,
                     overhead_s=fastest_seconds(partial(tiny.add_, 1), device, host),
@@ -357,8 +352,7 @@ def measured_states(model: Model) -> StateSeconds:
 
 def measure(block: LayerBlock, swap: Swap, device: torch.device, pin: bool = True, peers: Axis = ALONE.peers,
             host: Axis = ALONE.host) -> Rates:
-    """Measures the Rates of `block` in the buffers of `swap`: of the slowest rank of `peers`, so that all of
-    them decide alike. All ranks of `host` copy at once."""
+    """Measures the Rates of `block` in `swap`, of the slowest of `peers`; all of `host` copy at once."""
     synchronize(device)
     swap.streams.timeline.take()
     units, transient = layer_rates(block, swap, device, peers)

@@ -56,8 +56,7 @@ arena_here = partial(traced_arena, trace=trace_step)
 # --- one rank ---
 
 def check_same_tokenizer(data: Data, folder: str | Path, weights: str) -> None:
-    """Checks that the data was made with the tokenizer that `folder` holds, which belongs to the `weights`;
-    warns where that cannot be told. Errors: ConfigError."""
+    """Checks that the data was made with the tokenizer in the weights' folder. Errors: ConfigError."""
     if not (mine := find_tokenizer(data.folder)):
         return
     try:
@@ -145,8 +144,7 @@ def machine_of(device: torch.device, launch: Launch) -> Machine:
 
 
 def expect(found: Checked, cfg: Layout, launch: Launch, why: str) -> Estimate | None:
-    """Estimates this run, or warns that it cannot. `why`: why the numbers of its layout were chosen. Errors:
-    ConfigError where it cannot fit, unless it is forced to start."""
+    """Estimates this run, or warns that it cannot. `why`: of its layout. Errors: ConfigError: no room."""
     try:
         machine = machine_of(found.device, launch)
         got = estimate(replace(cfg, **found.kernels), machine, launch.world, arena_here).but(chosen=why)
@@ -226,8 +224,7 @@ def saved_keys(ckpt: checkpoint.Checkpoint | None) -> Keys:
 
 
 def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) -> Layout | None:
-    """Makes the Layout that the checkpoint's run has chosen. None where that was asked something else, or in
-    another layout, or its stages do not fill the world."""
+    """Makes the Layout that the checkpoint's run has chosen; None where something else was asked for."""
     saved = saved_keys(ckpt)
     asked = saved | saved.get("asked", {})
     same = saved and all(asked.get(name) == getattr(cfg, name) for name in {*CHOSEN_KEYS, *LAYOUT_KEYS})

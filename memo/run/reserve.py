@@ -1,5 +1,4 @@
-"""The memory of a run: where the activations live, decided from what is measured; the plan of the temporary
-tensors; what the startup and plan.json say of both."""
+"""The memory of a run: where activations and temporary tensors live, and what startup and plan.json say."""
 
 import sys
 from collections.abc import Iterator

@@ -37,8 +37,7 @@ def doing(thread: threading.Thread) -> str:
 
 
 def verdict(records: dict[int, dict], silent: Collection[int] = ()) -> str:
-    """Says which ranks have not come to a message that others have come to, or tell nothing; else where all
-    are. `found`: {rank: the Watch.record() that it told last}."""
+    """Says which ranks have not come to a message that others have, or tell nothing; else where all are."""
     late, early = dict[int, str](), set[int]()
     alive = [record for rank, record in records.items() if rank not in silent]
     every = {line for record in records.values() for line in record["came"]}

@@ -137,15 +137,10 @@ class Axis:
 
     def sum(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
         """Sums x over all ranks, in place."""
-        if self.size > 1:
-            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-            if self.group is None:
-                for work in self.noted("sum", x.nbytes):
-                    work.wait()
-            elif x.nbytes:
-                come(self.line, "sum")
-                dist.all_reduce(borrowed(x), op, group=self.group)
-        return x
+        if self.size == 1:
+            return x
+        sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
+        return self.start("sum", sent_bytes, lambda t, _, **how: dist.all_reduce(t, op, **how), x, x).wait()
 
     def max(self, *numbers: float) -> Sequence[float]:
         """Finds the largest of all ranks' first numbers, of their second numbers, ..."""
@@ -176,38 +171,31 @@ class Axis:
     def shift(self, *tensors: torch.Tensor) -> Hop:
         """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done one after
         the other: one may send what the one before it brings, without a wait for that."""
-        nbytes = sum(t.nbytes for t in tensors)
-        self.sent_bytes += nbytes
         received = [torch.empty_like(t) for t in tensors]
         to, source = ((self.rank + d) % self.size for d in (1, -1))
-        if self.group is None:  # the tensors live as long as if they were sent
-            return Works(self.noted("shift", nbytes, to=to, source=source), tensors, received)
-        come(self.line, "shift")
-        ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=peer) for call, ts, peer in
-               ((dist.isend, tensors, to), (dist.irecv, received, source)) for t in ts]
-        if not received[0].is_cpu:  # NCCL has a stream for them
-            return Works(dist.batch_isend_irecv(ops), tensors, received)
-        done = self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
-        return Works([done], tensors, received)
+        return Works(self.post("shift", tensors, received, to=to, source=source), tensors, received)
 
     def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to send tensors to the other rank of two."""
-        return self.to_other("send", dist.isend, tensors)
+        return Works(self.post("send", tensors, (), to=1 - self.rank), tensors, tensors)
 
     def receive(self, *out: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to receive `out` from the other rank of two."""
-        return self.to_other("receive", dist.irecv, out)
+        return Works(self.post("receive", (), out, source=1 - self.rank), out, out)
 
-    def to_other(self, kind: str, call: Callable[..., Work],
-                 tensors: Sequence[torch.Tensor]) -> Works[Sequence[torch.Tensor]]:
-        end, other = ("to" if kind == "send" else "source"), 1 - self.rank
-        nbytes = sum(x.nbytes for x in tensors)
-        self.sent_bytes += nbytes * (kind == "send")
+    def post(self, kind: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor],
+             **ends: int) -> Sequence[Work | Future[list[object]]]:
+        """Starts to send and receive tensors; `ends`: the ranks `to` and `source`."""
+        self.sent_bytes += sum(t.nbytes for t in sent)
         if self.group is None:
-            return Works(self.noted(kind, nbytes, **{end: other}), tensors, tensors)
+            return self.noted(kind, sum(t.nbytes for t in sent or received), **ends)
         come(self.line, kind)
-        ops = [dist.P2POp(call, borrowed(x), group=self.group, group_peer=other) for x in tensors]
-        return Works(dist.batch_isend_irecv(ops), tensors, tensors)
+        ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=ends[end]) for call, ts, end in
+               ((dist.isend, sent, "to"), (dist.irecv, received, "source")) for t in ts]
+        if kind == "shift" and received[0].is_cpu:  # NCCL has a stream for shifts
+            return [self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])]
+        works: Sequence[Work] = dist.batch_isend_irecv(ops)
+        return works
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
         """Sends first messages, short and long, by these methods: communicators take their memory."""

@@ -129,8 +129,7 @@ def import_failed(kind: type[BaseException], e: BaseException, trace: TracebackT
 
 
 def end_with_reader() -> None:
-    """Ends the process by SIGPIPE when its output has no reader any more (`| head`), as other commands do. A
-    training run must not: it goes on when a socket breaks."""
+    """Ends the process by SIGPIPE without a reader (`| head`). A run must not: a socket may break."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

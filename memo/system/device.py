@@ -71,8 +71,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def settle(device: torch.device) -> None:
-    """Readies a device for measuring its room: cuBLAS takes its workspace, and torch's cache is emptied,
-    where small tensors that stay would hold large segments."""
+    """Readies a device for measuring its room: cuBLAS takes its workspace, and torch's cache is emptied."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         x = torch.zeros(8, 8, dtype=torch.bfloat16, device=device)

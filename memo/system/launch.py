@@ -1,5 +1,5 @@
-"""Several processes as one run: torchrun's environment, how ranks find each other, how they fail together.
-`host` is the Axis of all ranks over gloo (memo/system/axis.py)."""
+"""Several processes as one run: torchrun's environment, how ranks find each other and fail together. `host`
+is the Axis of all ranks over gloo (memo/system/axis.py)."""
 
 import os
 import re
@@ -276,8 +276,7 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 @contextmanager
 def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
-    """Yields (the gloo group of all ranks, their store), Nones for one process. Where the with-block ends
-    with an error the process must end too: rank_errors()."""
+    """Yields (gloo group of all ranks, their store), or Nones. At an error the process must end, too."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_torchrun()
     if launch.world == 1:

@@ -43,8 +43,7 @@ def lock(out: Path, owner: str) -> IO:
 
 
 def rescues(out: Path) -> tuple[str, list[Path]]:
-    """Finds the start of names of temporary folders with what could not be saved in `out`, and these folders,
-    the newest first, but for those where a run has gone on."""
+    """Finds (how the names begin, the folders, newest first) of what could not be saved in `out`."""
     start, folders = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
