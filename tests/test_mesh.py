@@ -164,7 +164,8 @@ def opened(host, cp, tp, kind):
         m.setattr(axis_module, "start_collective", started)
         reduce, batch = dist.all_reduce, dist.batch_isend_irecv
         m.setattr(dist, "all_reduce",
-                  lambda *args, group, **how: noting("all_reduce", group) or reduce(*args, group=group, **how))
+                  lambda *args, group, **how: noting("all_reduce", group) or reduce(
+                      *args, group=group, **how))
         m.setattr(dist, "batch_isend_irecv", lambda ops: noting("shift", ops[0].group) or batch(ops))
         mesh = open_mesh(host, cp, tp, CPU, kind)
     axes = [a for a in (mesh.weights, mesh.tokens, mesh.replicas, mesh.world) if a.size > 1]

@@ -176,7 +176,8 @@ def try_out(path: str) -> None:
 def check_work(path: Path) -> None:
     """Reads the tokenizer at `path` in a process of its own. Errors: ValueError: not within bounds."""
     done = subprocess.run(files.command_of("memo.data.tokenizer", "try_out", str(path)),
-                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                          stdin=subprocess.DEVNULL,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
         raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                          f"{TRIAL_BYTES >> 30} GiB of memory")
