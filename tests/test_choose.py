@@ -63,7 +63,7 @@ def test_the_fewest_of_the_fastest_that_fit(seconds, lacks, taken, why):
     def judge(one):
         n = one.subsequences
         lacking = lacks.get(n, 7.79 if len(lacks) == 4 else 0)
-        return Judged(seconds.get(n, 2.0 * n if seconds else 0.0), lacking, "the device")
+        return Judged(lacking, seconds.get(n, 2.0 * n if seconds else 0.0), "the device")
     cfg, said = choose_subsequences(made(subsequence_cut="equal", unit_order="layer"), judge)
     assert cfg.subsequences == taken and why in said
 
@@ -73,12 +73,13 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
 
     def judge(one):
         tried.append(numbers(one))
-        return Judged({1: 2.0, 2: 1.0, 4: 3.0, 8: 4.0}[one.subsequences] - 0.1 * (one.unit_order != "layer"))
+        seconds = {1: 2.0, 2: 1.0, 4: 3.0, 8: 4.0}[one.subsequences] - 0.1 * (one.unit_order != "layer")
+        return Judged(0, seconds)
     found = choose_subsequences(made(), judge)[0]
     assert numbers(found) == (2, "equal", "subsequence")  # faster by more than equally
     assert tried == [(1, "equal", "layer"), *product((2, 4, 8), ("equal", "flops"), ("layer",)),
                      (2, "equal", "subsequence"), (2, "flops", "subsequence")]
-    alone = choose_subsequences(made(), lambda one: Judged(1.0, one.unit_order == "layer", "the host"))[0]
+    alone = choose_subsequences(made(), lambda one: Judged(one.unit_order == "layer", 1.0, "the host"))[0]
     assert numbers(alone) == (2, "equal", "subsequence")  # it alone fits
 
 
@@ -92,7 +93,7 @@ def test_it_stops_where_more_only_cost_time_and_orders_come_last():
 def test_the_fewest_stages_of_the_fastest_that_fit(seconds, lacks, taken, why):
     cfg = made(2**20, n_layer=12, pp="auto", gradient_accumulation_steps=8)
     assert [one.pp for one in with_stages(cfg, 8)] == [1, 2, 4, 8]
-    one, said = choose(cfg, lambda one: Judged(seconds.get(one.pp, 0.0), (9 - one.pp) * (one.pp in lacks),
+    one, said = choose(cfg, lambda one: Judged((9 - one.pp) * (one.pp in lacks), seconds.get(one.pp, 0.0),
                                                "the device"), 8)
     assert one.pp == taken and said.startswith(f"pp={taken} chosen, ") and why in said
     assert cfg.undecided and not one.undecided and (one.unit_order == "subsequence") == (taken > 1)
@@ -106,7 +107,7 @@ def test_the_fewest_stages_of_the_fastest_that_fit(seconds, lacks, taken, why):
 def test_states_leave_the_device_only_where_that_is_too_small(lacks, seconds, world, taken):
     def judge(one):
         short = dict(device=1, sharded=2, host=3)[one.states] * (one.states in lacks)
-        return Judged(seconds.get(one.states, 1.0), short, "the device")
+        return Judged(short, seconds.get(one.states, 1.0), "the device")
     one, why = choose(made(4096, gradient_accumulation_steps=world), judge, world)
     assert one.states == taken and not one.undecided
     assert ("states=device does not fit the device" in why) == (taken != "device")
@@ -129,7 +130,7 @@ def test_stages_leave_alone_what_is_given():
     alone = made(2**15, pp="auto", n_layer=8, gradient_accumulation_steps=1)
     for lacks, said in ((0, "no other is possible; 16 subsequences"),
                         (1, "no other is possible; it does not fit the host")):
-        one, why = choose(alone, lambda one, lacks=lacks: Judged(1.0, lacks, "the host"), 8)
+        one, why = choose(alone, lambda one, lacks=lacks: Judged(lacks, 1.0, "the host"), 8)
         assert one.pp == 8 and why.startswith(f"pp=8 chosen, {said}")
     more = made(tp=8, pp="auto", n_layer=8, gradient_accumulation_steps=3)
     assert [one.pp for one in with_stages(more, 24)] == [1]
@@ -153,7 +154,7 @@ def test_nothing_is_tried_without_need():
 
     def judge(one):
         tried.append(numbers(one))
-        return Judged(1.0, lacking=one.subsequences < 2, copies=False)
+        return Judged(one.subsequences < 2, 1.0, copies=False)
     assert choose_subsequences(made(4095), judge) == (Layout.of(made(4095), **ONE), "") and not tried
     assert choose_subsequences(made(), judge)[0].subsequences == 2  # it fits and copies nothing
     assert tried == [(1, "equal", "layer"), (2, "equal", "layer")]
@@ -178,11 +179,11 @@ def simulated(room, rate):
         try:
             placement, *_ = decide(one, 2, rates, room)
         except OutOfHostMemory:
-            return Judged(0.0, inf, "the host")
+            return Judged(inf, where="the host")
         tensors = tensors_of(one, 2)
         over = placement.device_bytes(tensors) - room.spare_bytes
         forward, backward, _ = layers_s(placement, step_seconds(placement, tensors, layer.units, rate))
-        return Judged(forward + backward, max(0, over), "the device")
+        return Judged(max(0, over), forward + backward, "the device")
     return judge
 
 

@@ -22,8 +22,7 @@ ANY_HOST = 2**62  # bytes of a host that holds whatever there is
 
 @dataclass(frozen=True)
 class AlphaProblem:
-    """One rank's sizes, speeds and room. `placement`: its units and buffers; its `kept` is what is asked
-    for."""
+    """One rank's sizes, speeds and room. `placement`: its units and buffers; `kept` is what is asked for."""
 
     placement: Placement
     tensors: dict[str, Tensor]  # all skeletal tensors of one layer, all rows
@@ -76,8 +75,7 @@ class AlphaProblem:
 
     @cached_property
     def weights(self) -> list[float]:
-        """Lists the part of each subsequence in the rows of all swapped units; of all units where none is
-        swapped."""
+        """Lists each subsequence's part of the rows of all swapped units; of all units where none is."""
         rows = self.swapped_rows
         return [c * n / rows for c, n in zip(self.swapped, self.cuts, strict=True)] if rows else self.parts
 
@@ -94,8 +92,7 @@ class AlphaProblem:
 
     @cached_property
     def beside_bytes(self) -> int:
-        """Counts what the slab holds beside the rows of swapped units: keys and values, where these go
-        there."""
+        """Counts what the slab holds beside the rows of swapped units: keys and values that go there."""
         p = self.placement
         twice = sum(rows for unit, (_, rows) in p.stream_rows.items()  # inputs that the stream has
                     if p.number.get(unit, inf) < self.n_swapped)
@@ -156,12 +153,10 @@ class AlphaProblem:
     @cached_property
     def overlap(self) -> list[float]:
         """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
-        x, attn_out, keys and values do not hide.
-
-        The copies of the swapped units, U - n of all U, one after the other from the end of the first unit
-        on, must be done when the last unit starts: U - 2 units' time. With the paper's n = 2 each must be
-        done within the unit that follows; with more within the mean of the n - 1 units that follow, and the
-        others' part of U - 2."""
+        x, attn_out, keys and values do not. The copies of the swapped units, U - n of all U, one after the
+        other from the end of the first unit on, must be done when the last unit starts: U - 2 units' time.
+        With the paper's n = 2 each must be done within the unit that follows; with more within the mean of
+        the n - 1 units that follow, and the others' part of U - 2."""
         p, found = self.placement, dict[int, float]()
         always = self.always_bytes + self.layer_keys_bytes
         for i, *following in p.followed:
@@ -252,9 +247,8 @@ def paper(problem: AlphaProblem) -> SwapPlan:
 
 def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan:
     """Finds the fractions that save the most recompute seconds under the limits of `paper`. `recompute_s`:
-    {group: seconds to rebuild all rows of it in one layer}. All limits are of the same sum of bytes, so that
-    the linear program is, for each subsequence, a knapsack: first what saves most per byte, the last one in
-    part."""
+    {group: seconds to rebuild all rows of it in one layer}. All limits are of the same sum of bytes, so the
+    linear program is a knapsack for each subsequence: first what saves most a byte, the last in part."""
     groups, nbytes_of = groups_of(problem.tensors), problem.nbytes
     nbytes = {group: sum(nbytes_of[n] for n in names) for group, names in groups.items()}
     densest = sorted(groups, key=lambda g: recompute_s[g] / nbytes[g], reverse=True)

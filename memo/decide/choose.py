@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from math import isqrt
 from typing import NamedTuple
 
@@ -25,12 +24,12 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """How a config with numbers was judged: seconds of a step for each of its micro batches, 0 where they are
-    not known; where it does not fit, the bytes that lack, and of what, in words; whether activations are
-    copied, or stages wait for each other, so that more subsequences may be faster."""
+    """How a config with numbers was judged, less is better: bytes that lack where it does not fit; seconds of
+    a step for each of its micro batches, 0 where they are not known; where bytes lack, in words; whether
+    activations are copied, or stages wait for each other, so that more subsequences may be faster."""
 
-    seconds: float
     lacking: float = 0
+    seconds: float = 0.0
     where: str = ""
     copies: bool = True
 
@@ -92,7 +91,6 @@ def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[
     """Chooses (the Layout with numbers in place of auto, why these, in words), as `judge` sees it: of each
     number of stages what choose_place() takes; of these the fastest that fits, the fewest stages among those
     EQUALLY_FAST. Where none fits, the one that lacks least. Errors: as with_stages()."""
-    judge = cache(judge)
     if cfg.pp != "auto":
         return choose_place(cfg, judge, world)
     whys = dict(choose_place(one, judge, world) for one in with_stages(cfg, world))
@@ -126,7 +124,7 @@ def choose_place(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> 
         with suppress(ConfigError):  # of several stages, or of an order of units, that needs all layers
             if where != "sharded" or world > cfg.pp * cfg.tp:
                 found.append(choose_subsequences(replace(cfg, states=where), judge))
-    best, why = min(found, key=lambda one: (judge(one[0]).lacking, judge(one[0]).seconds))
+    best, why = min(found, key=lambda one: judge(one[0])[:2])
     if best.states == "device":
         return best, why
     said = f"states={best.states} chosen, states=device does not fit {on_device.where}"
@@ -185,7 +183,7 @@ def judged_numbers(cfg: Config, judge: Callable[[Layout], Judged], order: str, c
             yield one, here[-1]
             if is_enough(here[-1]):
                 return
-        seen.append(min(here, key=lambda got: (got.lacking, got.seconds)))
+        seen.append(min(here))
         if len(seen) < 3:
             continue
         a, b, c = seen[-3:]
@@ -208,7 +206,7 @@ def best_of(found: dict[Layout, Judged]) -> Layout:
 
 def fewest(cfg: Config, world: int) -> Layout:
     """Makes the Layout with the fewest stages and subsequences, for want of a judge."""
-    return choose(cfg, lambda one: Judged(0.0), world)[0]
+    return choose(cfg, lambda one: Judged(), world)[0]
 
 
 def is_enough(got: Judged) -> bool:
@@ -225,8 +223,7 @@ def why_chosen(best: Layout, found: dict[Layout, Judged]) -> str:
         faster = f"none is {EQUALLY_FAST - 1:.0%} faster"
         return "chosen, " + ("it fits" if is_enough(found[best]) else faster)
     n = max(one.subsequences for one in fewer)
-    least = min((found[one] for one in fewer if one.subsequences == n),
-                key=lambda got: (got.lacking, got.seconds))
+    least = min(found[one] for one in fewer if one.subsequences == n)
     if least.lacking:
         return f"chosen, {n} does not fit {least.where}"
     return f"chosen, {least.seconds / found[best].seconds - 1:.1%} faster than {n}"

@@ -67,9 +67,8 @@ def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: in
 
 
 def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: float) -> Placement:
-    """Places the stream whole where its buffers and regions then fit so many bytes of the device; else
-    copied, if that takes fewer. Modes that copy nothing have it whole; a stage that is not the last passes
-    it on."""
+    """Places the stream whole where buffers and regions then fit so many bytes of the device; else copied,
+    if that takes fewer. Modes that copy nothing have it whole; all stages but the last one pass it on."""
     if placement.sends:
         return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")

@@ -5,7 +5,6 @@ stages, run together, are the judge, with seconds modelled for the machine's typ
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import fsum
 
 from memo.config import msp
@@ -27,22 +26,19 @@ from memo.system.hardware import COMMUNICATOR_BYTES
 FASTER = 0.99  # at most so much of a slot's seconds is left where help is worth its messages
 
 
-def flops_of_rows(cfg: Layout, x: int, rows: int) -> float:
-    """Counts the FLOPs of a layer's forward, of one sequence: of the first own rows of subsequence x."""
-    lengths = subsequence_lengths(cfg)
-    before, tokens = sum(lengths[:x]), rows * cfg.cp * cfg.tp // cfg.batch_size
-    return layer_forward_flops(cfg, before + tokens) - (layer_forward_flops(cfg, before) if x else 0)
-
-
 def shares_with(cfg: Layout, parts: msp.Parts) -> msp.Shares:
     """Makes the Shares of a config of Parts."""
-    ranks = cfg.cp * cfg.tp
-    cuts = [cfg.batch_size * n // ranks for n in subsequence_lengths(cfg)]
+    ranks, lengths = cfg.cp * cfg.tp, subsequence_lengths(cfg)
+    cuts = [cfg.batch_size * n // ranks for n in lengths]
     multiple = cfg.batch_size * cfg.block_multiple // ranks  # of rows: as many of each sequence, and zigzag
     aligned = ALIGNED * cfg.batch_size * cfg.layout_multiple // ranks
     if all(n % aligned == 0 and n >= 2 * cfg.pp * aligned for n in cuts):
         multiple = aligned
-    return msp.shares_of(cfg.depths, cuts, multiple, partial(flops_of_rows, cfg), parts)
+
+    def flops(x: int, rows: int) -> float:  # of a layer's forward, a sequence's first rows of subsequence x
+        before, tokens = sum(lengths[:x]), rows * ranks // cfg.batch_size
+        return layer_forward_flops(cfg, before + tokens) - layer_forward_flops(cfg, before)
+    return msp.shares_of(cfg.depths, cuts, multiple, flops, parts)
 
 
 def even_shares(cfg: Layout, helping: msp.Helping = msp.helpers) -> msp.Shares:
@@ -140,21 +136,16 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
         together = with_bubbles(helped, [one.alone() for one in helped])
     except OutOfHostMemory:
         return list(alone)
-    lacking = [[lacking_bytes(*one) for one in zip(facts, those, strict=True)]
-               for facts, those in ((helped, together), (stages, alone))]
-    if any(more > before for more, before in zip(*lacking, strict=True)):
+    more, before = ([max(0, p.device_bytes(tensors_of(one.cfg, one.itemsize)) - one.room.spare_bytes)
+                     for one, (p, *_) in zip(facts, those, strict=True)]
+                    for facts, those in ((helped, together), (stages, alone)))
+    if any(a > b for a, b in zip(more, before, strict=True)):  # the device lacks more
         return list(alone)
     if measured:  # what is faster was judged by what is typical
         return together
     faster = not all(one.timed for one in stages) or (
         micro_batch_s(helped, together) <= micro_batch_s(stages, alone))
     return together if faster else list(alone)
-
-
-def lacking_bytes(facts: StageFacts, placed: Placed) -> float:
-    """Counts what the device lacks for a stage's activations."""
-    nbytes = placed.placement.device_bytes(tensors_of(facts.cfg, facts.itemsize))
-    return max(0, nbytes - facts.room.spare_bytes)
 
 
 def with_shares(facts: StageFacts, shares: msp.Shares) -> StageFacts:

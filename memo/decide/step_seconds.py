@@ -55,13 +55,6 @@ class StateSeconds(NamedTuple):
     embedding: float = 0.0
     head: float = 0.0
 
-    def of(self, step: Step, head: int) -> float:
-        """Looks up the seconds of a step. `head`: its number among the layers."""
-        size = {EMBEDDING: self.embedding, head: self.head}.get(step.unit[0], 1.0)
-        if step.op is Op.OFFLOAD:
-            return size * self.gradients_s
-        return size * (self.weights_s if step.moved is Moved.WEIGHTS else self.sums_s)
-
 
 STAY = StateSeconds()  # nothing moves
 
@@ -129,7 +122,9 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
 
     def seconds(step: Step) -> float:
         if step.of_states:
-            return states.of(step, p.n_layer)
+            size = {EMBEDDING: states.embedding, p.n_layer: states.head}.get(step.unit[0], 1.0)
+            return size * (states.gradients_s if step.op is Op.OFFLOAD else
+                           states.weights_s if step.moved is Moved.WEIGHTS else states.sums_s)
         if step.op in COPIES:
             return sizes.moved(step) / bytes_per_s
         beside_s = of_ends(step, ends) if ends else 0.0

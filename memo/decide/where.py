@@ -165,10 +165,9 @@ def decide(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Place
 
 
 def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Placed]:
-    """Finds (seconds of all layers, Placed) with the most rows whose copies hide, as the
-    schedule's simulator sees it: where the program's copies hold the computing up, as those of keys, of
-    states or of the backward may, the rate that it counts on is a part of the real one; or with the program's
-    rows, where that is faster."""
+    """Finds (seconds of all layers, Placed) with the most rows whose copies hide, as the schedule's simulator
+    sees it: where copies hold the computing up, as those of keys, of states or of the backward may, the
+    alpha program counts on a part of the real rate; or with the program's rows, where that is faster."""
     rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
 
     @cache

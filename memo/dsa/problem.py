@@ -151,8 +151,7 @@ def validate(problem: Problem, solution: Solution) -> None:
 
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
     """Finds the best Solution of `solver` in `time_limit` seconds of work, validated, never worse than
-    greedy's: the least peak, or one of `enough` bytes; with a capacity the first that fits, or
-    NoPlacement."""
+    greedy's: the least peak, or `enough` bytes; with a capacity the first that fits, or NoPlacement."""
     if solver not in SOLVERS:
         raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
     if not time_limit >= 0:

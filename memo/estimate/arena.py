@@ -230,8 +230,7 @@ def tokens_at_once(cfg: Layout) -> int:
 
 
 def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
-    """Counts the bytes of a chunk of own rows (rows, C), of all tp ranks' rows, of gathered ones at a
-    time."""
+    """Counts the bytes of a chunk (rows, C): of own rows, of all tp ranks', of gathered ones at a time."""
     rows = cfg.batch_size * tokens_at_once(cfg) // cfg.cp
     own = rows // cfg.tp
     one, chunk = (min(n, CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
@@ -252,8 +251,7 @@ def message_bytes(cfg: Layout, itemsize: int) -> int:
 
 
 def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: int) -> float:
-    """Bounds the bytes of attention over a group of so many heads, its kernel's too. `group`, `kv`: bytes of
-    the group's queries, and of its keys."""
+    """Bounds the bytes of attention over so many heads, its kernel's too. `group`, `kv`: of queries, keys."""
     e, D, ulysses = itemsize_of(cfg, machine), cfg.head_width, cfg.context_parallel == "ulysses"
     cp, own_heads = cfg.token_ranks, cfg.n_head // (1 if cfg.metp else cfg.tp)
     S = tokens_at_once(cfg)

@@ -225,10 +225,10 @@ class Estimate:
         """Answers what choose() asks."""
         seconds = self.seconds.get("step", 0.0) / self.decided.micro_batches(self.dp)
         if self.fits:  # a bubble shrinks with more subsequences, too
-            return Judged(seconds, copies=self.alpha is not None or self.decided.pp > 1)
+            return Judged(0, seconds, copies=self.alpha is not None or self.decided.pp > 1)
         small = [lack.where for lack in self.lacks if lack.nbytes]
-        return Judged(seconds, max(1, sum(lack.nbytes for lack in self.lacks)),
-                      " and ".join(small) or "the host")
+        nbytes = max(1, sum(lack.nbytes for lack in self.lacks))
+        return Judged(nbytes, seconds, " and ".join(small) or "the host")
 
     # --- seconds ---
 

@@ -17,9 +17,8 @@ EVERY = "qkvpfgud"  # what the names of the layer's matrices begin with
 
 
 class Metp(Unit):
-    """Costs a unit by METP. Products are of parts and of groups: their sizes are these. `again`: what of q,
-    k, v the backward makes again: with several subsequences keys and values are kept, and of the groups that
-    read the same keys one makes these."""
+    """Costs a unit by METP. Products have the sizes of parts and groups. `again`: what of q, k, v a backward
+    makes again: several subsequences keep k and v, which one makes of the groups that read the same ones."""
 
     def __init__(self, cfg: Layout, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
         super().__init__(cfg, machine, itemsize, lengths)
@@ -90,8 +89,7 @@ class Metp(Unit):
         return self.travel_s("shift", sum(n * self.carried(name) for name, n in self.part.items()))
 
     def matrices(self, names: str = EVERY, turning: float = 0.0) -> list[Cost]:
-        """Costs rounding the rank's own of the matrices whose names begin so, and turning all ranks', in
-        FP8."""
+        """Costs rounding to FP8 the rank's own matrices whose names begin so, and turning all ranks'."""
         if self.cfg.matmul != "fp8":
             return []
         return [self.matrix_copy((self.ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names)))]
@@ -136,8 +134,7 @@ class Metp(Unit):
                 self.late(coming + going, compute_s, times=steps - 2)] * (steps > 1)
 
     def first_group(self, names: str) -> list[Cost]:
-        """Costs the first group's matrices of keys, values, queries, each beside the product before, or a
-        norm."""
+        """Costs the first group's matrices of k, v, q, each beside the product before, or a norm."""
         order = [name for name in "kvq" if name in names]
         beside = [self.norm("forward"), *(self.parts(1, self.widths[name], self.C) for name in order[:-1])]
         return [self.late(self.group_s("broadcast", name), cost.seconds)
@@ -176,8 +173,7 @@ class Metp(Unit):
         return [*self.matrices(), *self.scales(), *attention, *mlp, *hops]
 
     def keys_again(self, names: str) -> list[Cost]:
-        """Costs k in a backward, whose matrices are there; or k and v in a sweep, where they travel,
-        rounded."""
+        """Costs k in a backward, whose matrices are there; or k and v in a sweep, where they travel."""
         made = self.made(names)
         if names == "k":
             return made

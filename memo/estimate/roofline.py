@@ -54,9 +54,8 @@ def units_of_passes(cfg: Config, machine: Machine) -> dict[str, int]:
 
 class Unit:
     """Sizes of a unit, and what one rank's operations on it cost. `lengths`: of several subsequences those up
-    to the unit's own. `kernel`: of attention, see memo/kernels/backends.py; `ring`: ranks that its keys and
-    values go round; `turns`: groups of heads that attention takes one after the other, each with messages of
-    its own."""
+    to the unit's own. `kernel`: of attention, see memo/kernels/backends.py; `ring`: ranks that keys and
+    values go round; `turns`: groups of heads that attention takes in turns, each with its own messages."""
 
     # Tensors that FP8 products read and write (memo/kernels/fp8.py), in bf16: to round one to FP8 it is read
     # for the largest element of each row, and again, and written at half the width; for the gradient of a
@@ -198,10 +197,9 @@ def late_hop(u: Unit, message_s: float, block_s: float, times: int = 1) -> Cost:
 def ring(u: Unit) -> tuple[list[Cost], list[Cost]]:
     """Costs sending keys and values round, each hop beside a block, and merging the blocks, which counts as
     messages. A backward's first hop has nothing before it; gradients, in fp32, go beside the block behind
-    theirs: beside the own block, the last one, alone. By METP hops go two ahead, and a group's first ones
-    beside the group before: all hide behind all blocks, but for a backward's first hops that have nothing
-    before them: of the first group, and of each turn of a group behind its first. Hiding behind a group's
-    products is not counted."""
+    theirs: beside the own block, the last one, alone. METP's hops go two ahead, and a group's first ones
+    beside the group before: all hide behind all blocks, but for the first ones of a backward's first group,
+    and of each turn of a group behind its first. Hiding behind a group's products is not counted."""
     # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a later
     # rank's
     merge = u.copy(6 * u.Q).seconds + 0.75 * (u.ring - 1) * u.kernel_pass("merge", u.Q).seconds
@@ -247,8 +245,7 @@ def dealing(u: Unit) -> list[Cost]:
 
 def prefix(u: Unit) -> tuple[list[Cost], list[Cost]]:
     """Costs merging partial results, and adding up partial gradients, in fp32, and messages. A ring passes
-    queries, and their sums on the way home; Ulysses exchanges q and out, in the backward dout, q, out and dq,
-    and dk and dv."""
+    queries, and their sums on the way home; Ulysses exchanges q, out; backward dout, q, out, dq, dk, dv."""
     n, p = len(u.before) + 1, 1 if u.ulysses else u.ring
     # of a visitor's own piece half of the queries meet a rank before it
     merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)

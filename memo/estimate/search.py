@@ -73,12 +73,12 @@ def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
     else:
         device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
     if device > room.spare_bytes:
-        return Judged(0.0, device - room.spare_bytes, "the device")
+        return Judged(device - room.spare_bytes, where="the device")
     if swaps and problem.n_swapped:  # fewer with more buffers
         problem = with_buffers(cfg, problem, room)
         host = problem.least_bytes if cfg.finds_alpha else problem.needed_bytes(1.0)
-        return Judged(0.0, max(0, host - room.host_bytes), "the host")
-    return Judged(0.0)
+        return Judged(max(0, host - room.host_bytes), where="the host")
+    return Judged()
 
 
 def layout_values(cfg: Config) -> tuple[object, ...]:
