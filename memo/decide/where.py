@@ -109,19 +109,16 @@ def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem
     p, units = problem.placement, problem.placement.n_units
-
-    def of(n: int) -> Placement:
-        return replace(p, n_buffers=n)
+    whole = placed(cfg, units, stream=p.stream)  # whose keys stay
 
     def fits(p: Placement) -> bool:
         return p.device_bytes(problem.tensors) <= room.spare_bytes
-    three, whole = fits(of(3)), placed(cfg, units, stream=p.stream)  # whose keys stay
-    if three and fits(whole):
+    if (three := fits(replace(p, n_buffers=3))) and fits(whole):
         return replace(problem, placement=whole)
     if room.cpu or cfg.alpha_mode == "paper" or not three:
         return replace(problem, device_bytes=inf if room.cpu else room.spare_bytes)
-    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(of(n)))
-    return replace(problem, placement=of(n))
+    n = 2 + bisect_left(range(3, units), True, key=lambda n: not fits(replace(p, n_buffers=n)))
+    return replace(problem, placement=replace(p, n_buffers=n))
 
 
 def problems_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room) -> Iterator[AlphaProblem]:

@@ -12,19 +12,8 @@ from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
+from memo.config import layer
 from memo.config.config import SUBSEQUENCE_KEYS, Config
-from memo.config.layer import (
-    CHUNK_ROWS,
-    METP_ROWS,
-    SPLIT_ROWS,
-    group_heads,
-    head_groups,
-    head_rows,
-    layer_of,
-    logit_bytes,
-    makes_queries_early,
-    travelling,
-)
 from memo.config.layout import Layout
 from memo.config.subsequences import subsequence_lengths
 from memo.dsa.solvers import libraries
@@ -139,10 +128,10 @@ def traced_arena(cfg: Layout, machine: Machine, trace: TraceOf = traced_by_model
 def fast_arena(cfg: Layout, machine: Machine, scale: float = 1.0) -> ArenaBytes:
     """Bounds the ArenaBytes, times `scale`, without a trace: the largest of attention over a group of heads,
     a chunk of rows and a chunk of logits. tests/test_estimate.py compares the bound with traces."""
-    layer = STATISTICS * (metp_layer_bytes if cfg.metp else megatron_layer_bytes)(cfg, machine)
-    layer += backends.TE_WORKSPACE_BYTES * (cfg.ops == "te" and cfg.matmul == "fp8")
+    nbytes = STATISTICS * (metp_layer_bytes if cfg.metp else megatron_layer_bytes)(cfg, machine)
+    nbytes += backends.TE_WORKSPACE_BYTES * (cfg.ops == "te" and cfg.matmul == "fp8")
     head = head_bytes(cfg, itemsize_of(cfg, machine), machine.cpu)
-    return ArenaBytes(int(scale * layer), int(scale * max(0, head - layer)))
+    return ArenaBytes(int(scale * nbytes), int(scale * max(0, head - nbytes)))
 
 
 def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
@@ -150,7 +139,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     rows, f = cfg.batch_size * S // cfg.cp, 4 / e  # f: fp32 in units of e
     own, chunk, gathered = chunk_bytes(cfg, e)
-    heads, sharing, sweep = group_heads(cfg, S), cfg.n_head // cfg.kv_heads, 0
+    heads, sharing, sweep = layer.group_heads(cfg, S), cfg.n_head // cfg.kv_heads, 0
     group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
     several = heads < cfg.n_head // tp
     # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
@@ -167,11 +156,11 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
         product *= 2  # with the gradient of `up`
         norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
-    layer = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
-                gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product, sweep)
+    most = max(attention_bytes(cfg, machine, heads, group, kv) + sums, gradients + norm_chunks * f * own,
+               gradients + gathered + chunk / tp, gathered + 2 * f * chunk / tp, gathered + product, sweep)
     if cfg.matmul == "fp8":
-        layer = max(layer, fp8_bytes(cfg, e, gradients, machine.cpu) + gathered + product)
-    return layer + dout
+        most = max(most, fp8_bytes(cfg, e, gradients, machine.cpu) + gathered + product)
+    return most + dout
 
 
 def fp8_bytes(cfg: Layout, itemsize: int, gradients: float, cpu: bool) -> float:
@@ -193,31 +182,31 @@ def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
     rows of a norm's output and of the MLP's inside. Embedding and head are as in tensor parallelism."""
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     n = cfg.batch_size * S // (cfg.cp * tp)
-    f, heads, sharing = 4 / e, group_heads(cfg, S), cfg.n_head // cfg.kv_heads
-    together = cfg.n_head // head_groups(cfg)  # the query heads of a group, which attention may take in turns
+    f, heads, sharing = 4 / e, layer.group_heads(cfg, S), cfg.n_head // cfg.kv_heads
+    together = cfg.n_head // layer.head_groups(cfg)  # query heads of a group, which attention may take in turns
     q, kv, group, group_kv = (n * D * e * k for k in (together, -(-together // sharing), heads,
                                                       -(-heads // sharing)))
     attention = attention_bytes(cfg, machine, heads, group, group_kv)
     if heads < min(together, sharing):
         attention += 2 * f * group_kv  # sums of a shared head of keys and values
     width = cfg.inner_width // tp
-    piece = min(n, METP_ROWS + SPLIT_ROWS)
+    piece = min(n, layer.METP_ROWS + layer.SPLIT_ROWS)
     hidden = width * (2 if cfg.mlp == "gelu" else 3 if cfg.ops != "torch" else 4)
     own, chunk, gathered = chunk_bytes(cfg, e)
     norm = NORM_CHUNKS * own if cfg.ops == "te" else 0.0  # te's: dx in the run's dtype; Triton's takes little
     if cfg.ops == "torch" or machine.cpu:
-        several = n > CHUNK_ROWS  # the next chunk begins before all of the one before is gone
+        several = n > layer.CHUNK_ROWS  # the next chunk begins before all of the one before is gone
         norm = (several * AFTER_CHUNK + RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS) * f * own
     # the next group's own keys and values, and those that come: of two hops, where several blocks of a ring
     # lend memory to one
     ahead = 4 * kv * (cfg.token_ranks > 1)
-    if makes_queries_early(cfg):  # and the gradient of that group's output, and keys of one group more
+    if layer.makes_queries_early(cfg):  # and the gradient of that group's output, and keys of one group more
         ahead += 2 * q + 4 * kv
     mlp, attended = piece * (C + hidden) * e, 2 * q + 2 * kv + ahead + attention
     fp8_matrices = 0
     if cfg.matmul == "fp8":  # the norm's output once more; operands, and a weight's gradient in fp32
         # the rank's own, these turned, and others turned
-        fp8_matrices = (2 + (tp > 1)) * layer_of(cfg).matrix_elements // tp
+        fp8_matrices = (2 + (tp > 1)) * layer.layer_of(cfg).matrix_elements // tp
         attended += n * C
         mlp += 2 * piece * (C + width) + 4 * C * width
     halves = max(attended, mlp, norm)
@@ -233,19 +222,19 @@ def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
     """Counts the bytes of a chunk (rows, C): of own rows, of all tp ranks', of gathered ones at a time."""
     rows = cfg.batch_size * tokens_at_once(cfg) // cfg.cp
     own = rows // cfg.tp
-    one, chunk = (min(n, CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
-    return one, chunk, 0 if cfg.tp == 1 else chunk if rows <= CHUNK_ROWS else 2 * chunk
+    one, chunk = (min(n, layer.CHUNK_ROWS) * cfg.n_embd * itemsize for n in (own, rows))
+    return one, chunk, 0 if cfg.tp == 1 else chunk if rows <= layer.CHUNK_ROWS else 2 * chunk
 
 
 def message_bytes(cfg: Layout, itemsize: int) -> int:
     """Counts the most bytes of METP's matrices and their fp32 gradients at a time, on their way or in use: in
     the backward those of two parts of the MLP, or of three groups of heads (of four in a ring of two) and of
     two groups' gradients beside the MLP's last ones."""
-    part, group = (sum(elements.values()) for elements in travelling(cfg))
+    part, group = (sum(elements.values()) for elements in layer.travelling(cfg))
     itemsize = 1 if cfg.matmul == "fp8" else itemsize
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made
     mlp = part * (weights * itemsize + gradients * 4) + group * itemsize
-    groups = 4 + makes_queries_early(cfg)  # one more: of one group those of q, k, v at once, too
+    groups = 4 + layer.makes_queries_early(cfg)  # one more: of one group those of q, k, v at once, too
     attention = group * (groups * itemsize + 2 * 4)
     return max(mlp, attention + 2 * 4 * part)  # sent, and received
 
@@ -265,7 +254,7 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
                                      machine.multiprocessors))
     if name == "flash" and several:
         kernel += 2 * group  # it makes dout and out contiguous
-    width = D * (cfg.n_head // head_groups(cfg) if cfg.metp else own_heads)  # of q, of which these are heads
+    width = D * (cfg.n_head // layer.head_groups(cfg) if cfg.metp else own_heads)  # of q, with these heads
     if name == "cudnn" and several and not ulysses and B * T * width > backends.FAR:  # attention.near
         kernel += 3 * group + 2 * kv
     if name == "cpu":
@@ -294,10 +283,10 @@ def head_bytes(cfg: Layout, itemsize: int, cpu: bool = False) -> int:
     if not cfg.has_head:
         return 0
     V = cfg.padded_vocab_size / cfg.tp
-    nbytes = logit_bytes(itemsize, cfg.ops != "torch" and not cpu)
+    nbytes = layer.logit_bytes(itemsize, cfg.ops != "torch" and not cpu)
     copied = itemsize % 4 * cpu  # a CPU's softmax makes a copy in fp32 first, of 4 bytes for 2
     row = V * (LOGITS * nbytes + copied) + HEAD_ROW_TENSORS * cfg.n_embd * itemsize
-    return int(head_rows(V, nbytes, cpu) * row)
+    return int(layer.head_rows(V, nbytes, cpu) * row)
 
 
 def itemsize_of(cfg: Config, machine: Machine) -> int:

@@ -18,18 +18,10 @@ from memo.decide.choose import Judged, choose
 from memo.decide.sharing import lane_bytes, shared
 from memo.decide.where import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
+from memo.estimate import regions
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
-from memo.estimate.regions import (
-    Line,
-    Stage,
-    activation_lines,
-    cpu_spare,
-    fullest_node_bytes,
-    host_capacity,
-    host_share,
-    states,
-)
+from memo.estimate.regions import Line, Stage
 from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
 from memo.kernels.backends import check_matmul, kernel_of
 from memo.memory.placement import Placement
@@ -124,7 +116,7 @@ class Estimate:
     @cached_property
     def worst(self) -> Stage:
         """Finds the stage that lacks most bytes, else that with most on the device."""
-        host = host_share(self.decided, self.machine, self.world)
+        host = regions.host_share(self.decided, self.machine, self.world)
 
         def lacking(stage: Stage) -> float:
             return (max(0, stage.device_bytes - (self.capacity or inf)) + max(0, stage.host_bytes - host))
@@ -164,7 +156,7 @@ class Estimate:
 
     @cached_property
     def host_capacity(self) -> int:
-        return host_capacity(self.decided, self.machine, self.world)
+        return regions.host_capacity(self.decided, self.machine, self.world)
 
     @cached_property
     def host_bytes(self) -> int:
@@ -172,7 +164,7 @@ class Estimate:
 
     def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
         """Adds up what the ranks of the fullest node have."""
-        return fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
+        return regions.fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
 
     # --- whether it fits ---
 
@@ -286,16 +278,16 @@ def decided(facts: StageFacts) -> tuple[Placed, str | None]:
 def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> Beside:
     """Finds the Beside of a config that says which stage."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
-    numel, _, lines = states(cfg, machine, world, itemsize)
+    numel, _, lines = regions.states(cfg, machine, world, itemsize)
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
     least = sum(line.device_bytes for line in lines) + layer_bytes
     if least > (capacity or machine.node.host_memory_bytes):
         arena = fast_arena  # it cannot fit: a trace, which may take long, would not change that
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
     on_host = sum(line.host_bytes for line in lines)
-    limit = max(0, host_share(cfg, machine, world) - on_host)
+    limit = max(0, regions.host_share(cfg, machine, world) - on_host)
     if machine.cpu:
-        spare = cpu_spare(cfg, machine, lines, limit)
+        spare = regions.cpu_spare(cfg, machine, lines, limit)
     else:
         assert capacity is not None  # it is not a CPU
         free = capacity - sum(line.device_bytes for line in lines)
@@ -308,7 +300,7 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
                 data: int) -> Stage:
     """Adds up the Stage of a config that says which one. `data`: ranks that share its optimizer."""
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
-    lines = [*beside.lines, *activation_lines(cfg, placed[0], itemsize, data),
+    lines = [*beside.lines, *regions.activation_lines(cfg, placed[0], itemsize, data),
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)

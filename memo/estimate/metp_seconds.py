@@ -78,21 +78,18 @@ class Metp(Unit):
 
     # --- messages between the ranks of tp, and what FP8 does to what they carry ---
 
-    def travel_s(self, op: str, nbytes: float) -> float:
-        return self.machine.message_s(op, nbytes, self.tp)
-
     def carried(self, name: str) -> int:
         """Counts the bytes of an element of a parameter on its way."""
         return 1 if self.cfg.matmul == "fp8" and name.endswith("_w") else self.itemsize
 
     def hop_of_part_s(self) -> float:
-        return self.travel_s("shift", sum(n * self.carried(name) for name, n in self.part.items()))
+        nbytes = sum(n * self.carried(name) for name, n in self.part.items())
+        return self.machine.message_s("shift", nbytes, self.tp)
 
     def matrices(self, names: str = EVERY, turning: float = 0.0) -> list[Cost]:
         """Costs rounding to FP8 the rank's own matrices whose names begin so, and turning all ranks'."""
-        if self.cfg.matmul != "fp8":
-            return []
-        return [self.matrix_copy((self.ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names)))]
+        amount = (self.ROUNDING / self.tp + turning) * sum(self.matrix_sizes(names))
+        return [self.matrix_copy(amount)] * (self.cfg.matmul == "fp8")
 
     def matrix_sizes(self, names: str) -> list[int]:
         """Counts the elements of each of the layer's matrices whose names begin so."""
@@ -102,7 +99,7 @@ class Metp(Unit):
     def scales(self, names: str = EVERY) -> list[Cost]:
         """Costs that the ranks agree on the scales of FP8 matrices, which nothing hides."""
         sent = 4 * len(self.matrix_sizes(names)) * (self.tp - 1)
-        return [Cost(self.travel_s("gather", sent), MESSAGES)] * (self.cfg.matmul == "fp8")
+        return [Cost(self.machine.message_s("gather", sent, self.tp), MESSAGES)] * (self.cfg.matmul == "fp8")
 
     def group_s(self, op: str, names: str, every: bool = False) -> float:
         """Counts the seconds of parameters whose names begin so, of a group that makes keys and values, or of
@@ -111,7 +108,7 @@ class Metp(Unit):
         def one_s(name: str) -> float:
             ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
             itemsize = 4 if op == "reduce" else self.carried(name)
-            return ranks * self.travel_s(op, self.group[name] * itemsize / ranks)
+            return ranks * self.machine.message_s(op, self.group[name] * itemsize / ranks, self.tp)
         return fsum((self.times[name[0]] if every else 1) * one_s(name) for name in self.group
                     if name[0] in names)
 
@@ -123,7 +120,7 @@ class Metp(Unit):
     def piece_s(self) -> float:
         """Counts the seconds to gather a piece of the projection's matrix, of as many as ranks."""
         sent = self.C * self.Q * self.carried("proj_w") * (self.tp - 1) / self.tp**2
-        return self.travel_s("gather", sent)
+        return self.machine.message_s("gather", sent, self.tp)
 
     def steps(self, coming: float, going: float, steps: int, compute_s: float,
               before_s: float = 0.0) -> list[Cost]:
@@ -204,7 +201,8 @@ class Metp(Unit):
         """Costs matrices and gradients on their way beside so many seconds of the two halves."""
         groups, step, one = self.groups_of_heads, mlp_s / self.tp, attention_s / self.groups_of_heads
         # the first two hops beside the own part, the last gradients beside attention
-        hop, home = self.hop_of_part_s(), self.travel_s("shift", 4 * sum(self.part.values()))
+        home = self.machine.message_s("shift", 4 * sum(self.part.values()), self.tp)
+        hop = self.hop_of_part_s()
         group, going = self.group_s("broadcast", "qkvp", every=True) / groups, self.others_s("reduce", "qkvp")
         # of the last group: the projection's leave beside attention, as do those of the group before; the
         # others before their products
