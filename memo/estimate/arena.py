@@ -183,7 +183,7 @@ def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     n = cfg.batch_size * S // (cfg.cp * tp)
     f, heads, sharing = 4 / e, layer.group_heads(cfg, S), cfg.n_head // cfg.kv_heads
-    together = cfg.n_head // layer.head_groups(cfg)  # query heads of a group, which attention may take in turns
+    together = cfg.n_head // layer.head_groups(cfg)  # query heads of a group, which may take turns
     q, kv, group, group_kv = (n * D * e * k for k in (together, -(-together // sharing), heads,
                                                       -(-heads // sharing)))
     attention = attention_bytes(cfg, machine, heads, group, group_kv)
