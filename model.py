@@ -44,13 +44,7 @@ from memo.memory.flat import model_parameters
 from memo.memory.parameters import Parameters
 from memo.memory.views import bucket_views, views
 from memo.parallel.mesh import Mesh
-from memo.parallel.tp import (
-    bias_backward,
-    column_linear_backward,
-    in_turns,
-    row_linear_backward,
-    row_linear_forward,
-)
+from memo.parallel.tp import bias_backward, column_backward, in_turns, row_backward, row_forward
 
 
 def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]]:
@@ -191,7 +185,7 @@ class Block:
         """Makes mid, the end of the attention half, from x and attn_out."""
         w, r = self.w, rows["mid"]  # (n, C)
         attn_out = s.attn_out[r].__getitem__
-        row_linear_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
+        row_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
 
     def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes ln2_out and what the MLP keeps from mid: the MLP half but for its output."""
@@ -206,7 +200,7 @@ class Block:
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid and what the MLP keeps."""
         w, b = self.mlp.last_linear(vars(self.w))
-        return row_linear_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
+        return row_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
 
     def product(self, s: Activations, r: slice) -> Rows:
         """Finds rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
@@ -262,13 +256,13 @@ class Block:
         product = self.product(s, r)
         yield
         bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
-        d = row_linear_backward(self.matmul, message.wait(), product, w, dw)
+        d = row_backward(self.matmul, message.wait(), product, w, dw)
         message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels beside the activation's
         self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
         del product, d
         yield
         linears, gradients = (self.mlp.linears(vars(of)).values() for of in (self.w, self.dw))
-        message = column_linear_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
+        message = column_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
         yield
         # the residual's gradient, dy, is added inside
         self.norm_backward("ln2", dy, message.wait(), s.mid, s, r, out=dy)
@@ -280,7 +274,7 @@ class Block:
         message = self.tp.start_gather(dy)
         yield
         bias_backward(dy, dw.proj_b)
-        row_linear_backward(self.matmul, message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
+        row_backward(self.matmul, message.wait(), s.attn_out[r], w.proj_w, dw.proj_w, out=dout[r])
 
     def queries_keys_values_backward(self, dy: torch.Tensor, s: Activations, dqkv: list[torch.Tensor],
                                      r: slice) -> Iterator[None]:
@@ -289,7 +283,7 @@ class Block:
         yield
         dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
         # one sum of three
-        message = column_linear_backward(self.matmul, self.tp, dys, message.wait(), linears, gradients)
+        message = column_backward(self.matmul, self.tp, dys, message.wait(), linears, gradients)
         yield
         self.norm_backward("ln1", dy[r], message.wait(), s.x, s, r, out=s.x[r])
 

@@ -50,7 +50,7 @@ def sent_elements(p):
 
 # --- what a layer keeps and takes ---
 
-MESSAGES = {"shift", "start", "places", "start_gather", "start_scatter_sum", "row_linear_forward"}
+MESSAGES = {"shift", "start", "places", "start_gather", "start_scatter_sum", "row_forward"}
 
 
 class Metered(FakeArena):

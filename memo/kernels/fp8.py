@@ -71,9 +71,6 @@ class Matrix:
     def __len__(self) -> int:
         return len(self.q)
 
-    def dim(self) -> int:
-        return self.q.dim()
-
     def t(self) -> "Matrix":
         return self.turned
 

@@ -46,16 +46,11 @@ CHUNK_ELEMENTS = 2**26  # of rows at a time, where these are narrow
 Call = Callable[..., Any]  # of a library without types
 
 
-def parameters_of(function: Callable[..., object]) -> list[tuple[str, bool]]:
-    """Lists [(name, whether it must be given)], from what pybind11 writes into the docstring."""
-    line = (function.__doc__ or "").partition("\n")[0]
-    parts = re.split(r"[(,] ?(?=\w+: )", line)[1:]
-    return [(part.partition(":")[0], " = " not in part) for part in parts]
-
-
 def misfit(function: Callable[..., object], wanted: list[str]) -> str:
-    """Says how a function differs from one that takes `wanted`, by position; empty where it does not."""
-    has = parameters_of(function)
+    """Says how a function differs from one that takes `wanted`, by position, as pybind11 has it in the
+    docstring; empty where it does not."""
+    parts = re.split(r"[(,] ?(?=\w+: )", (function.__doc__ or "").partition("\n")[0])[1:]
+    has = [(part.partition(":")[0], " = " not in part) for part in parts]  # (name, whether it must be given)
     for i, name in enumerate(wanted):
         if i >= len(has) or has[i][0] != name:
             return f"takes no {name}" if name not in dict(has) else f"takes {name} elsewhere"

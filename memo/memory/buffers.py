@@ -85,8 +85,7 @@ class Swap:
         self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
         lanes = [f"{lane} {partner}" for partner in p.partners for lane in ("from", "to")]
         self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
-        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device)
-                        for name, n in nbytes.items()}
+        self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device) for name, n in nbytes.items()}
         shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.lengths]
 
         def view(k: int, i: int, name: str) -> torch.Tensor:

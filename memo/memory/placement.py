@@ -301,8 +301,8 @@ class Placement(Surroundings, InOrder):
 
     def host_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Counts the bytes of the host slab: of all that a forward offloads. `tensors`: of all rows."""
-        return (self.stream_bytes(tensors) + sum(self.survivor_bytes(tensors).values())
-                + self.keys_bytes(tensors))
+        survivors = sum(self.survivor_bytes(tensors).values())
+        return self.stream_bytes(tensors) + survivors + self.keys_bytes(tensors)
 
     def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Counts the bytes of keys and values that go to the host, of all units."""

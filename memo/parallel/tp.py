@@ -67,8 +67,8 @@ def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
 
 # column-parallel: y = x w^T + b, where each rank has some of y's columns; the forward is one product
 
-def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
-                           linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:
+def column_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
+                    linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:
     """Computes dx, the sum of dy w over linears (w, b) of the same x: (n, tp, O/tp), (tp, n, I) -> Works of
     (n, I). `gradients`: (dw, db) of each, which it adds to. Uses x up."""
     x, taken = matmul.rows(x), [matmul.gradients(dy.transpose(0, 1)) for dy in dys]
@@ -83,8 +83,8 @@ def column_linear_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tenso
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
-                       w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
+                w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Computes (n, C) from residual (n, C), x (n, tp, I/tp), w (C, I/tp). `x`: gives rows r as x(r)."""
     def piece(r: slice) -> Iterator[None]:
         x_ = matmul.rows(x(r).transpose(0, 1))
@@ -101,8 +101,8 @@ def row_linear_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Ca
 
 
 # (tp, n, C) -> dx (n, tp, I/tp), over `out`, by default matmul.place() of x
-def row_linear_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tensor, dw: torch.Tensor,
-                        out: torch.Tensor | None = None) -> torch.Tensor:
+def row_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tensor, dw: torch.Tensor,
+                 out: torch.Tensor | None = None) -> torch.Tensor:
     taken = matmul.gradients(dy)
     matmul.weight_gradient(dw, taken, matmul.rows(x.transpose(0, 1)))
     out = matmul.place(x, dy) if out is None else out

@@ -232,15 +232,13 @@ class Memory:
         turns = layer in self.program.come or layer in self.states.in_turns
         return place_at(Region.WEIGHT_GRADIENTS, layer % LAYER_PLACES if turns else layer)
 
-    def masters(self, layer: int) -> Place:
-        """Finds where new parameters lie before they come to the device: on the host over the gradients."""
-        over = self.states.on_host and not self.states.apart
-        return place_at(Region.SUMS_OF_PASSES if over else Region.MASTERS, layer)
-
     def of_states(self, step: Step) -> Access:
         layer = step.unit.layer
-        weights, gradients, masters = self.weights(layer), self.gradients(layer), self.masters(layer)
+        weights, gradients = self.weights(layer), self.gradients(layer)
         left, scale = place_at(Region.SUMS_OF_PASSES, layer), place_at(Region.SCALE, 0)
+        # where new parameters lie before they come to the device: on the host over the gradients
+        over = self.states.on_host and not self.states.apart
+        masters = left if over else place_at(Region.MASTERS, layer)
         every, stay = [place_at(Region.SUMS_OF_PASSES, k) for k in self.states.every], self.states.stay
         match step.op, step.moved:
             case Op.PREFETCH, Moved.WEIGHTS:
