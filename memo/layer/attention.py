@@ -60,8 +60,7 @@ class HeadNorms:
             self.ops.rotary(x.view(*self.turn.shape[:2], -1), self.turn, back)
 
     def over(self, attention: Attention, several: bool) -> Attention:
-        """Makes `attention` take q and k before their norms. Keys of several subsequences are normed once,
-        by to_pieces, for many queries read them: pieces hold normed keys."""
+        """Makes `attention` take q and k before their norms; pieces of `several` hold normed keys."""
 
         def normed(pieces: Pieces) -> tuple[Pieces, list[Kept]]:
             if several:
@@ -102,8 +101,7 @@ class HeadNorms:
 
 
 class LayerAttention:
-    """Holds the Attention to a whole sequence and that to pieces of several subsequences, and norms per
-    head where the family has some. `kv_heads`: of a rank."""
+    """Holds the Attention to a whole sequence, that to pieces, and norms per head. `kv_heads`: of a rank."""
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:

@@ -204,9 +204,8 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
 
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
                          ahead: int = 1) -> tuple[Attention, Attention]:
-    """Makes of `kernel` attention over the tokens of all ranks of `axis`, which share them as `kind` says,
-    ring or ulysses: (to a whole sequence, to pieces of several subsequences). `ahead`: blocks of keys and
-    values that are on their way beside the one in use."""
+    """Makes of `kernel` attention over the tokens that the ranks of `axis` share by a ring or ulysses: (to a
+    whole sequence, to pieces of several subsequences). `ahead`: blocks of keys on their way beside one."""
     if axis.size == 1:
         alone = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
                           partial(pieces_backward, kernel))

@@ -1,6 +1,4 @@
-"""Rounding buffers, the host slab, and the copies between them: the memory that a schedule of steps is
-executed in. Source: MEMO 4.1 and 4.3.2.
-"""
+"""Rounding buffers, the host slab, and the copies between them. Source: MEMO 4.1 and 4.3.2."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Where the skeletal activations of all units are between their forward and their backward. No torch.
-Source: MEMO 4.1 and 4.3.2; SPPO 4 for subsequences."""
+"""Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -168,8 +167,7 @@ class Placement(Surroundings, InOrder):
         return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
     def place(self, k: int, name: str) -> int:
-        """Finds the first row of unit k's `name`, from the begin of the tensor's memory. A unit has the
-        first rows of a buffer, but the last rows of an odd one of two."""
+        """Finds the first row of unit k's `name` in its memory: a buffer's first rows, an odd one's last."""
         places = self.buffers_of(name)
         first, length = places[k % len(places)]
         return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
@@ -235,8 +233,7 @@ class Placement(Surroundings, InOrder):
         return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
 
     def first_row(self, place: Place) -> int:
-        """Finds the first row of a place of the stream, of keys and values, or of the sums of their
-        gradients, from the begin of the memory for these."""
+        """Finds the first row of a place in the memory of the stream, of keys, or of sums of gradients."""
         match place.region, place.at:
             case Region.GUEST_STREAM, (number,):
                 before = self.guests[:[*self.guest_of].index(number)]
@@ -319,8 +316,7 @@ class Placement(Surroundings, InOrder):
         return {name: n for name, n in found.items() if n}
 
     def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Counts for each tensor the bytes of all its buffers on the device. Without x_stays they do not
-        depend on n_layer, but for keep. `tensors`: of all rows."""
+        """Counts for each tensor the bytes of all its buffers on the device. `tensors`: of all rows."""
         found = {}
         for name, t in tensors.items():
             if not self.apart(name):

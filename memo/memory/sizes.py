@@ -1,5 +1,4 @@
-"""Bytes of what copies and messages move (memo/schedule/access.py), and of the places that stages need where
-one computes rows of another. No torch."""
+"""Bytes of what copies and messages move, and of places for rows of other stages. No torch."""
 
 from math import prod
 from typing import Literal
@@ -29,9 +28,6 @@ class Sizes:
         self.layer_bytes = {Content.LOAN: itemsize * numel, Content.REPAID: 4 * numel}
         # of units that are not alike: {tensor: (first byte, bytes)} of what goes to the host
         self.kept = {k: p.kept_bytes(k, tensors) for k in set(p.like)}
-        self.input_bytes = {k: kept[INPUT][1] if INPUT in kept else 0 for k, kept in self.kept.items()}
-        self.kept_bytes = {k: sum(n for name, (_, n) in kept.items() if name != INPUT)
-                           for k, kept in self.kept.items()}
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
@@ -40,12 +36,11 @@ class Sizes:
     def of(self, part: Part) -> int:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
-        if content is Content.KEPT:
-            return self.kept_bytes[p.like[p.number[unit]]]
+        if content is Content.KEPT or (content is Content.INPUT and unit not in self.memory.streamed):
+            kept = self.kept[p.like[p.number[unit]]]
+            return sum(n for name, (_, n) in kept.items() if (name == INPUT) == (content is Content.INPUT))
         x = unit.subsequence % p.subsequences  # a guest's, too
         match content:
-            case Content.INPUT if unit not in self.memory.streamed:
-                return self.input_bytes[p.like[p.number[unit]]]
             case Content.LOAN | Content.REPAID:
                 return self.layer_bytes[content] + self.row_bytes[content] * sum(p.cuts[:x])
             case _ if rows is not None:
@@ -73,8 +68,7 @@ def repaid_rows(placement: Placement) -> dict[int, int]:
 
 
 def shared_regions(sizes: Sizes) -> dict[str, int]:
-    """Counts the bytes of regions on the device: as a helper two places for weights, for keys and values, and
-    for gradients of both; as a home one for what each helper repays."""
+    """Counts bytes of regions on the device: two places each as a helper, one of each helper as a home."""
     p = sizes.placement
     weights, gradients = sizes.layer_bytes.values()
     keys, sums = (sizes.row_bytes[content] for content in (Content.KEYS, Content.SUMS))

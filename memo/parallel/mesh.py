@@ -88,8 +88,7 @@ class Mesh:
         return sent
 
     def of_stages(self, value: T) -> list[T]:
-        """Gathers the value of each stage's first rank on rank 0, else []; all first ranks must call it.
-        Values may be large: nobody else sends or gets any."""
+        """Gathers the value of each stage's first rank on rank 0, else []; all first ranks must call it."""
         first = range(0, self.host.size, self.peers.size)
         if self.host.rank in first[1:]:
             dist.send_object_list([value], group=self.host.group, group_dst=0)

@@ -10,8 +10,7 @@ from memo.system.axis import Axis, Hop
 
 class Visits:
     """Iterates over the tensors of the other ranks of `axis`, the rank before first. `ahead` hops are on
-    their way beside the part in use; they start now, and hide behind what is done until they are taken. A hop
-    sends what the hop before brings, so it needs no wait for that one."""
+    their way beside the part in use, from now on. Each sends what the one before it brings, without a wait."""
 
     def __init__(self, axis: Axis, *own: torch.Tensor, ahead: int = 1) -> None:
         self.axis, self.ahead, self.left = axis, ahead, axis.size - 1

@@ -215,8 +215,7 @@ class Memory:
     # --- parameters, gradients and the optimizer's states, layer by layer ---
 
     def layers_of(self, step: Step) -> Sequence[int]:
-        """Lists the layers whose parameters a step reads, or to whose gradients it adds, as far as their
-        places count. The head's matrix may be the embedding's."""
+        """Lists the layers whose parameters a step reads, or to whose gradients it adds, if these count."""
         if step.unit in self.turn or step.op is Op.ZERO or not (
                 step.computes or (step.op, step.moved) == (Op.SEND, Moved.LOAN)):
             return ()

@@ -1,6 +1,5 @@
 """Executes schedules: the host hands each step to its stream, in launch order, behind the steps that it waits
-for. The host itself waits for nothing (but for streams of its own: on the CPU, which is its own device, and
-where it is the optimizer's).
+for. The host itself waits for nothing but streams of its own: those of the CPU, and the optimizer's there.
 """
 
 from collections.abc import Callable, Iterable

@@ -239,8 +239,7 @@ class Program(InOrder):
                 yield Step(Op.OFFLOAD, unit, Moved.STREAM)
 
     def offload(self, k: int) -> Iterator[Step]:
-        """Yields the copy of what survives of unit k. Of one that keeps its input alone, which the layer
-        below has sent already, nothing is left to send."""
+        """Yields the copy of what survives of unit k; none of an input that the layer below has sent."""
         unit = self.units[k]
         if k in self.copied and not (k in self.fates.input_only and unit in self.streamed):
             yield Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)

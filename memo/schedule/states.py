@@ -51,8 +51,7 @@ class States:
 
     @property
     def in_order(self) -> list[int]:
-        """Lists all layers in the order of their steps: first those whose parameters the host itself sends on
-        when they are new, which so waits for no others."""
+        """Lists all layers in the order of their steps: first those that the host itself sends on."""
         return [*self.stay, *self.come]
 
     def leave(self, layer: int) -> Iterator[Step]:

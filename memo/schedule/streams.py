@@ -91,8 +91,7 @@ class TimedStream(Protocol):
         event.mark = self.mark()
 
     def wait(self, event: Event, label: str = "") -> None:
-        """Holds back what is launched from now on until the last record() of `event` is reached. Errors, on
-        the CPU: what went wrong before it in its stream."""
+        """Holds back what follows until the last record() of `event`. Errors, on the CPU: its stream's."""
         if event.mark is not None:
             before = self.mark()
             self.hold(event)
