@@ -1,5 +1,6 @@
 """The texts of a Parquet file. Its library believes a file's sizes, and may crash: it has its own process."""
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from memo.system.files import TRIAL_BYTES, TRIAL_S, command_of, limit_process
 
 MOST_BYTES = 2**26  # of a row
 MOST_ROWS, BATCH_BYTES = 256, 2**24  # in memory at once, about
-ERROR = b"\xff" * 8  # stands where a text's length would
 
 
 def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
@@ -20,13 +20,12 @@ def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
                           env=os.environ | dict(ARROW_DEFAULT_MEMORY_POOL="system")) as reader:
         assert reader.stdout
         try:
-            while length := reader.stdout.read(8):
-                if length == ERROR:
-                    raise ConfigError(reader.stdout.read().decode())
-                text = reader.stdout.read(nbytes := int.from_bytes(length, "little"))
-                if len(text) < nbytes:  # it ended in its midst
+            for line in reader.stdout:
+                if not line.endswith(b"\n"):  # it ended in its midst
                     break
-                yield text
+                if isinstance(text := json.loads(line), dict):
+                    raise ConfigError(text["error"])
+                yield text.encode()
             if reader.wait():
                 raise ConfigError(f"source={path} cannot be loaded (to read it takes more than {TRIAL_S} s "
                                   f"and one a MiB, or {TRIAL_BYTES >> 30} GiB of memory); write it as .jsonl")
@@ -35,21 +34,20 @@ def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
 
 
 def send(path: str, column: str) -> None:
-    """Writes the texts to stdout, each behind its length, and behind ERROR what is wrong."""
-    with open(1, "wb", closefd=False) as out:
-        try:
-            for text in read_texts(path, column):
-                out.write(len(text).to_bytes(8, "little") + text)
-        except MemoryError:
-            raise
-        except Exception as e:
-            why = f"source={path} cannot be loaded ({type(e).__name__}: {reason(e)}); give a whole file"
-            if isinstance(e, (ConfigError, ModuleNotFoundError)):
-                why = last_line(e) or why
-            out.write(ERROR + why.encode(errors="replace"))
+    """Writes to stdout each text in a line of JSON, and as an object what is wrong."""
+    try:
+        for text in read_texts(path, column):
+            print(json.dumps(text))
+    except MemoryError:
+        raise
+    except Exception as e:
+        why = f"source={path} cannot be loaded ({type(e).__name__}: {reason(e)}); give a whole file"
+        if isinstance(e, (ConfigError, ModuleNotFoundError)):
+            why = last_line(e) or why
+        print(json.dumps(dict(error=why)))
 
 
-def read_texts(path: str, column: str) -> Iterator[bytes]:
+def read_texts(path: str, column: str) -> Iterator[str]:
     """Reads parquet_texts() in this process. Errors: ConfigError; what the library raises."""
     import pyarrow.parquet  # takes half a second: only where it is needed
     limit_process(os.stat(path).st_size)
@@ -65,7 +63,7 @@ def read_texts(path: str, column: str) -> Iterator[bytes]:
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise ConfigError(f"{path}: text_key={column} must hold text, not {kind}; {more}")
-            if len(data := text.encode()) > MOST_BYTES:
+            if len(text.encode()) > MOST_BYTES:
                 raise ConfigError(f"{path}: a row must have at most {MOST_BYTES} bytes; split it")
-            if data:
-                yield data
+            if text:
+                yield text

@@ -157,13 +157,13 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
           progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB", speaks=not sys.stderr.isatty())):
         for batch in batches(documents, may_cut):
-            texts, lasts = zip(*batch, strict=True) if batch else ((), ())
+            texts = [text for text, _ in batch]
             try:
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 added_ids = finder.encode_batch_fast(texts)
             except BaseException as e:
                 refuse(e, "the tokenizer cannot encode the source")
-            for text, last, encoding, its in zip(texts, lasts, encodings, added_ids, strict=True):
+            for (text, last), encoding, its in zip(batch, encodings, added_ids, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 met.update(i in special for i in its.ids if i)
                 nbytes = len(text.encode())

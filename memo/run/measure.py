@@ -350,14 +350,15 @@ def measured_states(model: Model) -> StateSeconds:
     return found
 
 
-def measure(block: LayerBlock, swap: Swap, device: torch.device, pin: bool = True, peers: Axis = ALONE.peers,
-            host: Axis = ALONE.host) -> Rates:
-    """Measures the Rates of `block` in `swap`, of the slowest of `peers`; all of `host` copy at once."""
-    synchronize(device)
+def measure(model: Model, pin: bool) -> Rates:
+    """Measures the Rates of a layer, of the slowest of the peers; all ranks copy at once."""
+    swap, peers = model.swap, model.mesh.peers
+    synchronize(model.device)
     swap.streams.timeline.take()
-    units, transient = layer_rates(block, swap, device, peers)
+    units, transient = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
     buffer = max(swap.buffers.values(), key=len)
-    offload, prefetch = peers.max(*(-rate for rate in copy_rates(buffer, swap.streams, pin, host)))
+    rates = copy_rates(buffer, swap.streams, pin, model.mesh.host)
+    offload, prefetch = peers.max(*(-rate for rate in rates))
     forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
     recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
     return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,

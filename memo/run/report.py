@@ -127,10 +127,10 @@ def save_plan(run: Run, folder: Path) -> None:
 
 def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
     """Draws the picture `name` in out_dir by work(path), and names the file the first time."""
-    path = run.out / name
-    if run.attempt(name, work, path) and path not in run.drawn:
-        run.drawn.add(path)
-        tqdm.write(f"picture     {path}")  # above a progress bar
+    line = f"picture     {run.out / name}"
+    if run.attempt(name, work, run.out / name) and line not in run.told:
+        run.told.add(line)
+        tqdm.write(line)  # above a progress bar
         sys.stdout.flush()
 
 

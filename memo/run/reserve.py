@@ -134,7 +134,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
-        rates = measure(model.gpt.blocks[0], model.swap, model.device, cfg.pin_memory, peers, host)
+        rates = measure(model, pin)
         model.grads.zero_()
         model.close()
         if cfg.layers_come:

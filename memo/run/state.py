@@ -75,8 +75,7 @@ class Run(Decided):
     own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
     slowest_s: float = 0.0  # of the steps so far
-    told: set[str] = field(default_factory=set)  # attempt()'s warnings
-    drawn: set[Path] = field(default_factory=set)  # pictures whose files have been named
+    told: set[str] = field(default_factory=set)  # warnings of attempt(), and pictures: once each
 
     @property
     def stored(self) -> Keys:

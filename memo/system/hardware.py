@@ -234,10 +234,9 @@ class Machine:
         return self.speeds.seconds(op, amount, size)
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
-        """Counts the seconds of so many bytes that a rank sends to the others of its group: each stride-th of
-        `span` ranks that follow each other. op: of MESSAGES. Over the network all but exchange and shift go
-        through the ports of all the group's GPUs of a node. A message shorter than all that were measured
-        takes as long as the shortest."""
+        """Counts the seconds of a message, `op` of MESSAGES, to the others of a group: each stride-th of
+        `span` ranks that follow each other. Over the network all but exchange and shift go through the ports
+        of all the group's GPUs of a node. One shorter than all that were measured takes as long as these."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if nbytes and op in self.speeds.table:
             nbytes = max(nbytes, self.speeds.table[op][0][0])
