@@ -63,12 +63,7 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
     saver = checkpoint.Saver(out_dir, read=lambda piece: stored.read(piece.name.removeprefix("params.")))
     saver.save([whole(f"params.{name}", torch.empty(p.shape, device="meta"))
                 for name, p in model_parameters(layout).items()], as_keys(cfg), 0)
-    try:
-        saver.wait()
-    except CheckpointError:
-        if stored.refused:
-            raise ConfigError(stored.refused) from None
-        raise
+    saver.wait()
     if tokenizer:  # memo's commands read this one
         save_bytes(tokenizer.to_str().encode(), out_dir / TOKENIZER)
     save_json(as_keys(cfg), out_dir / CONFIG)
@@ -82,7 +77,6 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
     def export(ckpt: checkpoint.Checkpoint) -> Layout:
         cfg = Layout.whole(stored_config(ckpt.config))
         tokenizer = weights.tokenizer_in(out_dir, cfg)
-        shapes = weights.hf_shapes(cfg)  # refuses what transformers has not
         stored = ckpt.shapes("params")
         if stored != {f"params.{name}": p.shape for name, p in model_parameters(cfg).items()}:
             raise CheckpointError(f"{ckpt.path} does not hold the parameters of its config; take another "
@@ -93,7 +87,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
         files, kind = description(out_dir, cfg, dtype, tokenizer, end), getattr(torch, dtype)
         hf_folder.mkdir(parents=True, exist_ok=True)
-        weights.save_weights(hf_folder, shapes, weights.export_tensors(cfg, read, kind), kind)
+        weights.save_weights(hf_folder, cfg, read, kind)
         save_own_files(files, hf_folder)
         return cfg
     cfg = checkpoint.read_newest(out_dir, export)

@@ -934,7 +934,7 @@ def changed(**changes):
 
 
 DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1),
-           changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
+           changed(ranks=2), changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):

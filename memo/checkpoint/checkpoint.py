@@ -31,7 +31,7 @@ from memo.checkpoint.manifest import CHECKPOINT_JSON, METADATA, Damaged, checkpo
 from memo.checkpoint.shards import Reader
 from memo.config.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.config.layout import Layout
-from memo.errors import FULL, BadState, CheckpointError, elsewhere, reason, warn
+from memo.errors import FULL, BadState, CheckpointError, DataError, elsewhere, reason, warn
 from memo.memory.flat import model_parameters
 from memo.memory.slab import HostSlab
 from memo.memory.views import Piece, is_finite, whole
@@ -70,7 +70,7 @@ class Saver:
         self.group, self.keep, self.whole = group, keep, whole
         self.rank = 0 if group is None else dist.get_rank(group)
         self.thread: threading.Thread | None = None
-        self.error: CheckpointError | BadState | None = None
+        self.error: CheckpointError | DataError | BadState | None = None
         self.read, self.copies = read, copies and read is None
         self.pieces: list[Piece] | None = None
         self.pin, self.taken = pin, threading.Event()
@@ -99,7 +99,7 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the save under way. Errors, raised once, on every rank: CheckpointError: a rank failed,
-        the previous one is whole; BadState: so is the state, which was not written."""
+        the previous one is whole; BadState, DataError: what is to be saved is not good."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -171,7 +171,7 @@ class Saver:
                     self.on_first(self.remove_old, 1)  # the newest whole one stays
                     self.write_folder(path, temporary, config, iter)
                 self.whole = iter
-        except BadState as e:
+        except (BadState, DataError) as e:
             self.error = e
         except Exception as e:
             failed, remedy = f"{path} cannot be written ({reason(e)})", elsewhere(e, "folder")
@@ -179,9 +179,9 @@ class Saver:
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
                 if latest(self.folder.parent):
                     self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
-            if self.rank == 0 and temporary != path:
-                shutil.rmtree(temporary, ignore_errors=True)
         finally:
+            if self.error and self.rank == 0 and temporary != path:
+                shutil.rmtree(temporary, ignore_errors=True)
             self.pieces = None  # as large as the optimizer's states
             self.taken.set()
 
@@ -197,6 +197,8 @@ class Saver:
         """Calls work(*args) on every rank -> all results. An error on one rank is raised on all."""
         try:
             results: list = [work(*args)]
+        except DataError as e:
+            results = [e]
         except Exception as e:
             results = [CheckpointError(reason(e))]
         come(manifest.SAVE, "part")
@@ -204,7 +206,7 @@ class Saver:
             [own], results = results, [None] * dist.get_world_size(self.group)
             dist.all_gather_object(results, own, self.group)
         for result in results:
-            if isinstance(result, CheckpointError):
+            if isinstance(result, (CheckpointError, DataError)):
                 raise result
         return results
 

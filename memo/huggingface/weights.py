@@ -3,7 +3,7 @@ Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j an
 
 import errno
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from memo.config.config import Config
 from memo.config.layout import Layout
 from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
-from memo.errors import ConfigError, elsewhere, reason
+from memo.errors import ConfigError, DataError, elsewhere, reason
 from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.memory.flat import model_parameters
 from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
@@ -150,10 +150,9 @@ class HfWeights:
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
         self.weights = {w.name: w for w in weights_of(cfg)}
-        self.refused = ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads memo's parameter `name`, zeros for rows that memo adds. Errors: ConfigError: not finite."""
+        """Reads memo's parameter `name`, zeros for rows that memo adds. Errors: DataError: not finite."""
         w, p = self.weights[name], self.parameters[name]
         stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
         begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
@@ -164,9 +163,8 @@ class HfWeights:
             own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
             own.copy_(theirs)
         if not all(map(torch.isfinite, torch.aminmax(part))):
-            self.refused = (f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
+            raise DataError(f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
                             f"cannot train; {AGAIN}")
-            raise ConfigError(self.refused)
         return part
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -209,17 +207,18 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def save_weights(folder: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[torch.Tensor],
+def save_weights(folder: Path, cfg: Config, read: Callable[[str], torch.Tensor | None],
                  dtype: torch.dtype) -> None:
-    """Writes `tensors` of `shapes` into `folder`, in turn, with an index for several files. Errors:
-    ConfigError: they cannot be written; whatever stops the writing, no file is left."""
+    """Writes the tensors of a model into `folder`, in turn, with an index for several files. `read`: as in
+    export_tensors(). Errors: ConfigError; whatever stops the writing, no file is left."""
+    shapes, tensors = hf_shapes(cfg), export_tensors(cfg, read, dtype)
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    files, rest = file_names(sizes, SHARD_BYTES), iter(tensors)
+    files = file_names(sizes, SHARD_BYTES)
     try:
         with ExitStack() as stack:  # each takes its name once all are written
             for name, names in files.items():
                 file = stack.enter_context(replacing(folder / name))
-                save_file(file, {name: shapes[name] for name in names}, rest, dtype)
+                save_file(file, {name: shapes[name] for name in names}, tensors, dtype)
         if len(files) > 1:
             place = {name: file for file, names in files.items() for name in names}
             save_json(dict(metadata=dict(total_size=sum(sizes.values())), weight_map=place), folder / INDEX)

@@ -320,8 +320,9 @@ def calibration(ranks: int) -> JsonObject:
         measured = kept_json(path.parent, path.name)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
-    if measured.get("format") != CALIBRATION_FORMAT:  # its digest says that memo wrote it, this which one
-        raise ConfigError(f"{path}: format is not what --calibrate writes; {remedy}")
+    wanted = dict(format=CALIBRATION_FORMAT, ranks=ranks)  # its digest says that memo wrote the rest
+    if wrong := next((name for name in wanted if measured.get(name) != wanted[name]), None):
+        raise ConfigError(f"{path}: {wrong} is not what --calibrate writes; {remedy}")
     return measured
 
 
