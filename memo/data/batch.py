@@ -105,11 +105,12 @@ class Ids:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, end, _ = part.indices(self.count)
-        self.file.seek(start * self.dtype.itemsize)
-        ids = np.fromfile(self.file, self.dtype, max(0, end - start))
-        if len(ids) < end - start:
-            raise self.error("was cut short", os.fstat(self.file.fileno()).st_size)
-        return ids
+        at, nbytes, data = start * self.dtype.itemsize, max(0, end - start) * self.dtype.itemsize, b""
+        while len(data) < nbytes:  # a read gives 2 GiB at most
+            if not (more := os.pread(self.file.fileno(), nbytes - len(data), at + len(data))):
+                raise self.error("was cut short", os.fstat(self.file.fileno()).st_size)
+            data += more
+        return np.frombuffer(data, self.dtype)
 
     def checked(self, start: int, end: int, vocab_size: int) -> np.ndarray:
         """Reads the ids from `start` to `end`. Errors: DataError: one is not below `vocab_size`."""

@@ -308,10 +308,9 @@ def needle_map(needles: dict, png_path: str | Path, title: str) -> None:
                 (axes[0], "score", f"found: {needles['mean_score']:.1%}", 1.0, "{:.0%}"),
                 (axes[1], "gain", f"gain: {needles['mean_gain']:.2f} nats a token", most, "{:+.2f}")):
             ax.imshow(needles[name], vmin=0, vmax=top, cmap="Blues", aspect="auto")
-            for row, values in enumerate(needles[name]):
-                for column, value in enumerate(values):
-                    ax.text(column, row, form.format(value), ha="center", va="center", fontsize=9,
-                            color="white" if value > top / 2 else "black")
+            for (row, column), value in np.ndenumerate(needles[name]):
+                ax.text(column, row, form.format(value), ha="center", va="center", fontsize=9,
+                        color="white" if value > top / 2 else "black")
             ax.set_xticks(range(len(lengths)), [tokens_label(n) for n in lengths])
             ax.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
             ax.set(xlabel="length, tokens", title=what)
