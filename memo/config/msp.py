@@ -66,10 +66,9 @@ def dealt_helpers(stage: int, subsequence: int, stages: int, subsequences: int) 
 
 def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[int]]:
     """Finds {(stage, subsequence): its helpers} of all units next to the bubbles, slot by slot."""
-    every = [(slot - x, x) for slot in range(stages + subsequences - 1) for x in range(subsequences)[::-1]
-             if 0 <= slot - x < stages]
-    idle = {unit: helpers(*unit, stages, subsequences) for unit in every}
-    return {unit: stages_idle for unit, stages_idle in idle.items() if stages_idle}
+    return {(slot - x, x): idle
+            for slot in range(stages + subsequences - 1) for x in range(subsequences)[::-1]
+            if 0 <= slot - x < stages and (idle := helpers(slot - x, x, stages, subsequences))}
 
 
 def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:

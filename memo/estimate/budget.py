@@ -101,7 +101,8 @@ class Estimate:
     @cached_property
     def besides(self) -> dict[tuple[bool, bool, int], Beside]:
         """Finds what a stage of each kind has beside its activations."""
-        return {one.stage_kind: beside_activations(one, self.machine, self.world, self.arena)
+        share = self.host_capacity // self.local_ranks
+        return {one.stage_kind: beside_activations(one, self.machine, self.world, self.arena, share)
                 for one in {one.stage_kind: one for one in self.decided.every_stage[::-1]}.values()}
 
     @cached_property
@@ -116,7 +117,7 @@ class Estimate:
     @cached_property
     def worst(self) -> Stage:
         """Finds the stage that lacks most bytes, else that with most on the device."""
-        host = regions.host_share(self.decided, self.machine, self.world)
+        host = self.host_capacity // self.local_ranks
 
         def lacking(stage: Stage) -> float:
             return (max(0, stage.device_bytes - (self.capacity or inf)) + max(0, stage.host_bytes - host))
@@ -275,8 +276,8 @@ def decided(facts: StageFacts) -> tuple[Placed, str | None]:
         return found._replace(plan=replace(found.plan, limits=problem.limits)), str(e)
 
 
-def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf) -> Beside:
-    """Finds the Beside of a config that says which stage."""
+def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf, share: int) -> Beside:
+    """Finds the Beside of a config that says which stage. `share`: a rank's bytes of the host."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
     numel, _, lines = regions.states(cfg, machine, world, itemsize)
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
@@ -284,8 +285,7 @@ def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf
     if least > (capacity or machine.node.host_memory_bytes):
         arena = fast_arena  # it cannot fit: a trace, which may take long, would not change that
     transient, head = arena(cfg, machine) if cfg.memory_plan != "off" or not machine.cpu else (0, 0)
-    on_host = sum(line.host_bytes for line in lines)
-    limit = max(0, regions.host_share(cfg, machine, world) - on_host)
+    limit = max(0, share - sum(line.host_bytes for line in lines))
     if machine.cpu:
         spare = regions.cpu_spare(cfg, machine, lines, limit)
     else:

@@ -110,9 +110,8 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
     swapped = {INPUT: 0, always: 0, "others": 0}
     for name, nbytes in p.survivor_bytes(tensors).items():
         swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
-    of, swaps = f"{L} layer{'s' * (L > 1)}", f"{p.n_swapped} swapped layers"
-    if p.several:
-        of, swaps = f"{L} x {p.subsequences} units", f"{p.n_swapped} swapped units"
+    of = f"{L} x {p.subsequences} units" if p.several else f"{L} layer{'s' * (L > 1)}"
+    swaps = f"{p.n_swapped} swapped {p.what}"
     layers = [f"{held} layer{'s' * (held > 1)}" for held in
               (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
     what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
@@ -147,11 +146,6 @@ def host_capacity(cfg: Layout, machine: Machine, world: int) -> int:
     from. Errors: ConfigError where the node has fewer."""
     return granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
                          snapshot_bytes(cfg, machine, world), "what a node has")
-
-
-def host_share(cfg: Layout, machine: Machine, world: int) -> int:
-    """Counts a rank's part of host_capacity()."""
-    return host_capacity(cfg, machine, world) // min(world, machine.node.gpus_per_node)
 
 
 def node_bytes(of_stages: Sequence[int], world: int, ranks: range) -> int:
