@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memo.config.msp import dealt_helpers, even_parts, guests_of, helpers, lent_by, shares_of
+from memo.config.msp import dealt_helpers, even_parts, helpers, shares_of
 from memo.schedule.order import forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.step import Op
@@ -66,7 +66,8 @@ def helped_cases() -> Iterator[Case]:
         shares = shares_of([L] * p, [64] * N, 1, lambda x, n: float(n) * (1 + x) + n * n / 100,
                            even_parts(p, N, helping))
         for stage, rebuild, trains in itertools.product(range(p), (False, True), (True, False)):
-            guests, lent = guests_of(shares, stage), lent_by(shares, stage)
+            guests, lent = (tuple(piece for piece in shares if getattr(piece, name) == stage)
+                            for name in ("helper", "stage"))
             units = len(forward_order(L, N, "subsequence", guests).units)
             for n in (units, 2):
                 fates = Fates(n, frozenset(range(max(0, units - n))),

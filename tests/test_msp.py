@@ -15,7 +15,7 @@ import train
 from memo.config.config import Config
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout, check_streams
-from memo.config.msp import Help, guests_of, helped_units, lent_by, with_turns
+from memo.config.msp import Help, helped_units, with_turns
 from memo.config.subsequences import slice_lengths, subsequence_lengths
 from memo.decide.bubbles import StageFacts, micro_batch_s
 from memo.decide.choose import with_stages
@@ -93,6 +93,10 @@ def test_in_each_slot_every_stage_computes_as_much(p, N):
 
 # --- schedules ---
 
+def lent_by(shares, stage):
+    return tuple(piece for piece in shares if piece.stage == stage)
+
+
 def random_shares(rng, layers, cuts):
     """The Shares where some of those who can help do, with pieces of any length."""
     made = []
@@ -116,7 +120,7 @@ def random_stages(rng):
     shares = random_shares(rng, layers, [64] * N)
     made = []
     for stage in range(p):
-        guests, lent = guests_of(shares, stage), lent_by(shares, stage)
+        guests, lent = tuple(piece for piece in shares if piece.helper == stage), lent_by(shares, stage)
         units = len(forward_order(layers[stage], N, "subsequence", guests).units)
         n, last = rng.randint(1, min(4, units)), stage == p - 1
         ends = dict(receives=stage > 0, sends=not last, guests=guests, lent=lent,

@@ -111,16 +111,6 @@ def with_turns(pieces: Iterable[Help]) -> Shares:
                             together=together[p.stage, p.subsequence]) for p in pieces)
 
 
-def guests_of(shares: Shares, stage: int) -> Shares:
-    """Lists what a stage computes for others."""
-    return tuple(piece for piece in shares if piece.helper == stage)
-
-
-def lent_by(shares: Shares, stage: int) -> Shares:
-    """Lists what others compute for a stage."""
-    return tuple(piece for piece in shares if piece.stage == stage)
-
-
 def helping_pairs(shares: Iterable[Help]) -> list[tuple[int, int]]:
     """Lists the stages that compute for each other, two by two: the earlier one first."""
     return sorted({(min(p.stage, p.helper), max(p.stage, p.helper)) for p in shares})

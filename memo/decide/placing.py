@@ -6,7 +6,6 @@ from math import ceil, inf
 
 from memo.config.layer import INPUT, SPLIT_ROWS, Tensor, keys_dealt
 from memo.config.layout import Layout
-from memo.config.msp import guests_of, lent_by
 from memo.config.subsequences import unit_rows
 from memo.decide import alpha
 from memo.memory.placement import Placement, Rows, rows
@@ -49,7 +48,8 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
     placement = Placement(len(cfg.layers), 1, B * T // cfg.tp, cuts=cuts if len(cuts) > 1 else (),
                           order="layer" if cfg.by_layer else "subsequence", dealt=keys_dealt(cfg),
                           receives=not cfg.has_embedding, sends=not cfg.has_head,
-                          guests=guests_of(cfg.shares, cfg.stage), lent=lent_by(cfg.shares, cfg.stage),
+                          guests=tuple(piece for piece in cfg.shares if piece.helper == cfg.stage),
+                          lent=tuple(piece for piece in cfg.shares if piece.stage == cfg.stage),
                           layers_come=cfg.layers_come, edges_come=cfg.edges_come)
     return replace(placement, n_buffers=placement.n_units)
 
