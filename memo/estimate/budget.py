@@ -107,7 +107,26 @@ class Estimate:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        return every_stage(self)
+        """Makes all Stages; what those that are alike have in common is looked at once."""
+        cfg, machine, world = self.decided, self.machine, self.world
+        facts = [modelled_facts(one, machine, world, self.besides[one.stage_kind].room)
+                 for one in cfg.every_stage]
+        kinds = {one.cfg.stage_kind: one for one in facts[::-1]}
+        of_kinds = {kind: decided_alone(one) for kind, one in kinds.items()}
+        alone, lacks = zip(*(of_kinds[one.cfg.stage_kind] for one in facts), strict=True)
+        together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
+        if cfg.msp and not any(lacks):
+            typical = facts if not machine.measured else [
+                modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
+            together = shared(facts, together, typical)
+        found, made = [], dict[tuple[object, ...], Stage]()
+        for stage, placed, lack in zip(facts, together, lacks, strict=True):
+            like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
+            if like not in made:
+                made[like] = stage_bytes(stage.cfg, self.itemsize, self.besides[stage.cfg.stage_kind], placed,
+                                         lack, world // (cfg.pp * cfg.tp))
+            found.append(replace(made[like], cfg=stage.cfg))
+        return tuple(found)
 
     @cached_property
     def shown(self) -> Stage:
@@ -263,7 +282,7 @@ class Estimate:
         return names[self.plan.binds] if self.plan and self.plan.binds else "compute"
 
 
-def decided(facts: StageFacts) -> tuple[Placed, str | None]:
+def decided_alone(facts: StageFacts) -> tuple[Placed, str | None]:
     """Decides for one stage alone -> (Placed, message of OutOfHostMemory or None)."""
     try:
         return facts.alone(), None
@@ -327,27 +346,6 @@ def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> Sta
                   state_seconds(cfg, machine, world, itemsize))
     ends = ends_of(cfg, machine, world, itemsize) if cfg.pp > 1 else None
     return StageFacts(cfg, itemsize, rates, room, ends)
-
-
-def every_stage(got: Estimate) -> tuple[Stage, ...]:
-    """Makes the Stages of an Estimate; what those that are alike have in common is looked at once."""
-    cfg, machine, world = got.decided, got.machine, got.world
-    facts = [modelled_facts(one, machine, world, got.besides[one.stage_kind].room) for one in cfg.every_stage]
-    of_kinds = {kind: decided(one) for kind, one in {one.cfg.stage_kind: one for one in facts[::-1]}.items()}
-    alone, lacks = zip(*(of_kinds[one.cfg.stage_kind] for one in facts), strict=True)
-    together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
-    if cfg.msp and not any(lacks):
-        typical = facts if not machine.measured else [
-            modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
-        together = shared(facts, together, typical)
-    found, made = [], dict[tuple[object, ...], Stage]()
-    for stage, placed, lack in zip(facts, together, lacks, strict=True):
-        like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
-        if like not in made:
-            made[like] = stage_bytes(stage.cfg, got.itemsize, got.besides[stage.cfg.stage_kind], placed, lack,
-                                     world // (cfg.pp * cfg.tp))
-        found.append(replace(made[like], cfg=stage.cfg))
-    return tuple(found)
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena) -> Estimate:
