@@ -131,8 +131,7 @@ class AlphaProblem:
         return self.slab_bytes(self.input_bytes)
 
     def host_level(self) -> float:
-        """Finds the largest alpha that the host has room for, where subsequences whose copies do not hide
-        as far have less."""
+        """Finds the largest alpha that the host has room for; where copies hide less far there is less."""
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)

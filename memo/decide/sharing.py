@@ -121,8 +121,7 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
            typical: Sequence[StageFacts]) -> list[Placed]:
     """Places the activations of stages that compute for each other; `alone`: where none does, which is what
     they get where that is faster, or host or device have no room for more. `typical`: the facts that say who
-    helps, which changes bits: what is known of the machine's type where `stages` have measured theirs, else
-    `stages`."""
+    helps, which changes bits: those of the machine's type where `stages` are measured, else `stages`."""
     measured = typical is not stages
     if measured:
         judged = shared(typical, with_bubbles(typical, [one.alone() for one in typical]), typical)

@@ -88,9 +88,8 @@ class Ends(NamedTuple):
 def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
                  bytes_per_s: float, states: StateSeconds = STAY,
                  ends: Ends | None = None) -> Callable[[Step], float]:
-    """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units`, of a copy at
-    `bytes_per_s`, of a layer's `states`; and of `ends`, where head and embedding, whose seconds are shared
-    out by tokens, and messages count."""
+    """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units` and `states`, of a
+    copy at `bytes_per_s`; and of `ends`, if given: head and embedding, shared out by tokens, and messages."""
     p, lanes = placement, ends.lanes if ends else None
     pieces, sizes = pieces_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
     cuts = p.cuts or (p.n_rows,)

@@ -131,9 +131,8 @@ def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | No
                 spare_bytes: float = inf) -> Placed:
     """Places rows for the problem whose step is the fastest as the schedule's simulator sees it; where there
     are no rates, or alpha is given, for the first that takes attention from the fewest units. Those that fit
-    so many bytes of the device come first, and those with the stream whole; where none does, the one that
-    lacks least. Errors: OutOfHostMemory where none fits the host: that of the one that needs least of it,
-    which names the longest context."""
+    so many bytes of the device come first, and those with the stream whole; else the one that lacks least.
+    Errors: OutOfHostMemory where none fits the host, of the one that needs least: the longest context."""
     judged: list[tuple[float, float, Placed]] = []
     refused: dict[int, OutOfHostMemory] = {}  # {bytes of the host that are needed at least: why}
     for problem in problems:

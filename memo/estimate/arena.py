@@ -78,8 +78,7 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 
 
 def shortest(cfg: Layout, layers: int = 1) -> Layout:
-    """Leaves each stage so many layers, and the fewest stages of which one, its own, has an embedding and a
-    head where cfg's has them."""
+    """Leaves each stage so many layers, and as few stages as give its own the ends that cfg's has."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
     return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding), shares=())
 

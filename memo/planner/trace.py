@@ -18,8 +18,7 @@ class LogError(ConfigError):
 @dataclass(frozen=True)
 class Trace:
     """Holds a step's memory requests in order: (verb, tensor, bytes), or ("begin" or "end", segment, 0). A
-    tensor's name may come again after its free. `keep`: the malloc of one that outlives the step, and is not
-    planned."""
+    name may come again after its free. `keep`: the malloc of what outlives the step, and is not planned."""
 
     events: tuple
 
