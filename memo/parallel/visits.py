@@ -10,7 +10,7 @@ from memo.system.axis import Axis, Hop
 
 class Visits:
     """Iterates over the tensors of the other ranks of `axis`, the rank before first. `ahead` hops are on
-    their way beside the one in use, from now on; each sends what the one before it brings, without a wait."""
+    their way beside the part in use, from now on. Each sends what the one before brings, without a wait."""
 
     def __init__(self, axis: Axis, *own: torch.Tensor, ahead: int = 1) -> None:
         self.axis, self.ahead, self.left = axis, ahead, axis.size - 1

@@ -63,11 +63,6 @@ def other_end(stage: int, step: Step) -> tuple[int, Step] | None:
     return stage + (1 if (step.op is Op.SEND) != step.back else -1), step._replace(op=op)
 
 
-def kind_of(stage: int, step: Step) -> tuple[object, ...]:
-    """Names the messages that a stage posts in order: all of a kind to or from another stage."""
-    return stage, step.op, *step[2:]
-
-
 class Stages:
     """All stages, each somewhere in its schedule. A message takes seconds(stage, step) of its sender."""
 
@@ -78,7 +73,7 @@ class Stages:
         self.free: dict[Lane, float] = defaultdict(float)
         self.lanes: dict[Lane, deque[tuple[Step, Waits]]] = defaultdict(deque)
         self.waiting: dict[tuple[int, Step], list[Lane]] = defaultdict(list)
-        self.posted: dict[tuple[object, ...], deque[tuple[Step, float]]] = defaultdict(deque)
+        self.posted: dict[tuple[object, ...], tuple[Step, float]] = {}
         for stage, steps in enumerate(schedules):
             for step, waits in steps.items():
                 self.lanes[stage, step.stream].append((step, waits))
@@ -117,12 +112,12 @@ class Stages:
 
     def meet(self, stage: int, step: Step, start: float, other: int, end: Step) -> list[tuple[int, Step]]:
         """Does both ends of a message, if the other one has been posted: `end` of the stage `other`."""
-        mine, theirs = kind_of(stage, step), kind_of(other, end)
-        if not self.posted[mine]:  # a lane has one at a time
-            self.posted[mine].append((step, start))
-        if not self.posted[theirs]:
+        # a stage posts messages of a kind, to or from another one, in order
+        mine, theirs = (stage, step.op, *step[2:]), (other, end.op, *end[2:])
+        self.posted.setdefault(mine, (step, start))  # a lane has one at a time
+        if theirs not in self.posted:
             return []
-        (partner, since), _ = self.posted[theirs].popleft(), self.posted[mine].popleft()
+        (partner, since), _ = self.posted.pop(theirs), self.posted.pop(mine)
         if partner.unit[1] != step.unit[1] or (step.peer is not None and partner.unit != step.unit):
             raise ValueError(f"{AS_SENT}: {said(stage, step)} meets {said(other, partner)}")
         sender = (stage, step) if step.op is Op.SEND else (other, partner)
