@@ -17,7 +17,7 @@ from memo.schedule.place import Access
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
-from memo.schedule.waits import compute_only, schedule, with_waits
+from memo.schedule.waits import Passes, schedule, with_waits
 from tests.helpers import unaware
 from tests.program_cases import cases, digests
 from tests.replay import RULES, validate_schedule
@@ -340,7 +340,7 @@ def test_a_placement_says_the_fates_of_its_layers(kept, n_buffers, input_only, k
     assert refusal(steps, (p.program.fates, 5)) is None
     count = {kind: sum(step.kind == kind for step in steps) for kind in {step.kind for step in steps}}
     assert count == kinds | {"embedding": 1, "head": 1, "embedding backward": 1}
-    assert [*compute_only(steps)] == [step for step in steps if step.stream == "compute"]
+    assert [*Passes(steps).compute_only().evaluation] == [step for step in steps if step.stream == "compute"]
     whole = Placement(5, 1, 512, {"x": 512, "q": 0}, 5, x_stays=True)
     first_four = frozenset(range(4))
     assert whole.program.fates == Fates(1, frozenset(), first_four, first_four, x_stays=True)
@@ -373,7 +373,8 @@ def test_no_stream_does_two_things_at_once_and_nothing_starts_before_what_it_wai
             ends[step.stream] = end
         total = sum(lengths[step] for step in steps if step.stream == "compute")
         assert ends["compute"] == pytest.approx(total + times.stall_s)
-        assert times_of(compute_only(steps), lambda step: lengths[step]).stall_s == 0  # noqa: B023
+        alone = Passes(steps).compute_only().evaluation
+        assert times_of(alone, lambda step: lengths[step]).stall_s == 0  # noqa: B023
 
 
 def test_the_validator_knows_shared_rows():

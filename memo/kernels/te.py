@@ -187,9 +187,7 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
     return out
 
 
-# --- the product, which adds where it writes ---
-
-# (O, I), contiguous, (O, n), (I, n): dw += scale dyq xq^T, FP8 of both formats, in fp32
+# the product: (O, I), contiguous, (O, n), (I, n): dw += scale dyq xq^T, FP8 of both formats, in fp32
 def add_fp8_product(dw: torch.Tensor, dyq: torch.Tensor, xq: torch.Tensor, scale: torch.Tensor) -> None:
     te = package(dw)
     a, b = te.float8(xq, torch.ones_like(scale)), te.float8(dyq, scale)  # to cuBLAS matrices are column-major

@@ -47,16 +47,12 @@ def in_turns(axis: Axis, device: torch.device, first: int, end: int,
         go_on(under_way.popleft())
 
 
-# --- parameters ---
-
 def local(tensor: torch.Tensor, p: Parameter, axis: Axis) -> torch.Tensor:
     """Views this rank's part of a parameter. `tensor`: all of it, or this part."""
     if p.split_dim is None or tensor.shape == p.local_shape(axis.size):
         return tensor
     return tensor.chunk(axis.size, p.split_dim)[axis.rank]
 
-
-# --- biases ---
 
 def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
     if db is not None:

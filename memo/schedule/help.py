@@ -41,8 +41,6 @@ class Home:
     def step(self, op: Op, moved: Moved | None, layer: int, piece: Help, back: bool = False) -> Step:
         return Step(op, Unit(layer, guest_number(piece, self.subsequences)), moved, back, piece.helper)
 
-    # --- forward ---
-
     def lend(self, layer: int, x: int) -> Iterator[Step]:
         for piece in self.pieces.get(x, ()):
             yield self.step(Op.SEND, Moved.LOAN, layer, piece)
@@ -54,8 +52,6 @@ class Home:
             yield self.step(Op.SEND, Moved.ROWS, layer, piece)
             yield self.step(Op.RECEIVE, Moved.RESULTS, layer, piece)
         yield from self.lend(*((layer + 1, x) if layer + 1 < self.layers else (0, x + 1)))
-
-    # --- backward ---
 
     def lend_back(self, x: int) -> Iterator[Step]:
         """Yields the first loans to those who help with this subsequence, and with none behind it."""
@@ -124,8 +120,6 @@ class Helper:
         for moved in (Moved.LOAN, Moved.ROWS):
             yield self.step(Op.RECEIVE, moved, self.units[k], back)
 
-    # --- forward ---
-
     def arrive(self, before: bool) -> Iterator[Step]:
         for k in self.phase(before)[:HELPER_PLACES]:
             yield from self.needs(k)
@@ -135,8 +129,6 @@ class Helper:
         k = self.number[unit] + HELPER_PLACES
         if k in self.phase(self.pieces[unit.subsequence].before):
             yield from self.needs(k)
-
-    # --- backward ---
 
     def arrive_back(self, before: bool) -> Iterator[Step]:
         for k in self.phase(before)[::-1][:HELPER_PLACES]:
