@@ -43,6 +43,7 @@ from memo.config.layout import Layout
 from memo.decide.placing import place_rows
 from memo.decide.where import Room, problem_of
 from memo.memory.buffers import copy_bytes
+from memo.memory.slab import HostSlab
 from memo.plots.figures import BLUE, GREEN, GREY, plain, timeline
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.states.optim import Optimizer
@@ -89,11 +90,15 @@ WIDE = SHAPE | dict(n_layer=8, n_embd=768, n_head=12, block_size=192)  # of the 
 @contextmanager
 def link(bytes_per_s):
     """Copies between device and host take as long as their bytes over the rate."""
-    def paced(pairs):
-        end = time.perf_counter() + sum(there.nbytes for there, _ in pairs) / bytes_per_s
-        copy_bytes(pairs)
-        time.sleep(max(0.0, end - time.perf_counter()))
-    with patch("memo.memory.buffers.copy_bytes", paced), patch("memo.states.staging.copy_bytes", paced):
+    def paced(copy, nbytes_of):
+        def call(*args):
+            end = time.perf_counter() + nbytes_of(*args) / bytes_per_s
+            copy(*args)
+            time.sleep(max(0.0, end - time.perf_counter()))
+        return call
+    pairs = paced(copy_bytes, lambda pairs: sum(there.nbytes for there, _ in pairs))
+    one = paced(HostSlab.copy, lambda slab, to, source: to.nbytes)
+    with patch("memo.memory.buffers.copy_bytes", pairs), patch.object(HostSlab, "copy", one):
         yield
 
 

@@ -19,8 +19,9 @@ from bench.machine import store_parts
 from memo.config.layout import Layout
 from memo.config.subsequences import subsequence_lengths
 from memo.decide.placing import placed
+from memo.estimate.picture import REGION_COLORS
 from memo.planner.trace import requests_of
-from memo.plots.figures import REGION_COLORS, plain, planned_rectangles, pyplot
+from memo.plots.figures import plain, planned_rectangles, pyplot
 from memo.run.reserve import plan_memory
 from memo.schedule.streams import open_streams
 from memo.states.optim import Optimizer
