@@ -240,7 +240,7 @@ def test_every_wait_for_a_message_is_needed(found, message):
 
 @pytest.mark.parametrize("layout,axis,message,way,use", [
     ("metp", "hops", "shift", "forward", "product"), ("metp", "hops", "shift", "backward", "product"),
-    ("metp", "hops", "shift", "backward", "add_"), ("metp", "tp", "broadcast", "forward", "product"),
+    ("metp", "hops", "shift", "backward", "_foreach_add_"), ("metp", "tp", "broadcast", "forward", "product"),
     ("metp", "tp", "broadcast", "backward", "product"), ("metp", "tp", "reduce", "backward", "add_"),
     # queries that pass a ring, and the sums that follow them
     ("four, ring", "cp", "shift", "forward", "_scaled_dot_product_flash_attention"),
