@@ -255,7 +255,7 @@ def test_the_same_layout_goes_on_bitwise(tmp_path, ended, ranks, keys, then):
 def test_what_stages_trained_generates_and_is_evaluated_in_one_process(tmp_path, ended):
     mine, theirs = ended(4, **STAGES), ended()
     models = [sample.load_model(out, "cpu") for out in (mine, theirs)]
-    assert len(models[0].blocks) == 4 and error(models[0].params, models[1].params) <= 1e-3
+    assert len(models[0].gpt.blocks) == 4 and error(models[0].params, models[1].params) <= 1e-3
     assert len([*sample.generate(models[0], [1, 2, 3], 5, temperature=0)]) == 5
     found = []
     for out in (mine, theirs):

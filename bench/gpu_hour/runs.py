@@ -90,12 +90,12 @@ class Ours:
         s, x, y = swap.layers[0], swap.x[0], swap.x[1]
         x.normal_()
         with Kernels() as layer:
-            m.blocks[0].forward(s, y)
-            m.blocks[0].backward(y, s)
-        rows = m.edges.own_head_rows
+            m.gpt.blocks[0].forward(s, y)
+            m.gpt.blocks[0].backward(y, s)
+        rows = m.gpt.edges.own_head_rows
         targets, loss = self.batch[1].reshape(-1)[:rows], torch.zeros((), device=device())
         with Kernels() as head:
-            m.edges.head(x[:rows], targets, len(x), 1.0, loss)
+            m.gpt.edges.head(x[:rows], targets, len(x), 1.0, loss)
         seconds = []
         for kernels in (layer, head):
             kernels.run()
