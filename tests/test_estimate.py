@@ -924,17 +924,33 @@ MEASURED = dict(
     peak_flops_per_s=None, capability=[0, 0], multiprocessors=0,
     node=dict(gpus_per_node=1, host_memory_bytes=10**10, nvlink_bytes_per_s=1.0, pcie_bytes_per_s=1e10,
               network_bytes_per_s=1.0, host_bytes_per_s=1e10),
-    speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in (
-        "matmul", "memory", *(f"{op} {way}" for op in ("attention", "attention full")
-                             for way in ("forward", "backward")))})
+    speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in hardware.OPERATIONS})
 
 
 def changed(**changes):
     return json.dumps(MEASURED | changes)
 
 
-DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1),
-           changed(ranks=2), changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
+def speeds(points, op="matmul"):
+    return changed(speeds=MEASURED["speeds"] | {op: points})
+
+
+def node(**changes):
+    return changed(node=MEASURED["node"] | changes)
+
+
+DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
+           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1),
+           changed(overhead_s=None), changed(device=3), changed(memory_bytes=-1),
+           changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"),
+           changed(capability=9), changed(capability=[9]), changed(multiprocessors=-1), changed(node=None),
+           changed(node={}), node(gpus_per_node=0), node(gpus_per_node=1.5), node(host_memory_bytes=-10**12),
+           node(pcie_bytes_per_s=0), node(more=1), node(nvlink_bytes_per_s=True), changed(speeds=[]),
+           changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]), speeds(1), speeds([1]),
+           speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
+           speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]),
+           speeds([[1, None]]), speeds([[1, 1e300]]), changed().replace("1e-06", "NaN"),
+           changed().replace("1e-06", "1e999")]
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
@@ -943,7 +959,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     preset = ["config/gpt2_124m.py", "--fast"]
     keep(changed().encode(), path)
     assert command(*preset, capsys=capsys)[0] in (0, 1, 2) and hardware.machine("here").threads == 2
-    keep(changed(speeds=MEASURED["speeds"] | {"swiglu backward": [[1, 7.0]]}).encode(), path)
+    keep(speeds([[1, 7.0]], op="swiglu backward").encode(), path)
     assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:
         keep(text.encode(), path)

@@ -5,14 +5,14 @@ figure can be overridden on memo.estimate's command line. Bandwidths: of one GPU
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-from memo.config.keys import Value
+from memo.config.keys import Value, kind_of
 from memo.errors import ConfigError, reason
-from memo.system.files import JsonObject, cache_place, kept_json
+from memo.system.files import Json, JsonObject, cache_place, kept_json
 
 GIB = 2**30
 
@@ -300,6 +300,11 @@ def known_figures(kind: type) -> set[str]:
 CALIBRATION_FORMAT = 5  # another one where what is measured or its meaning changes
 MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
 FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
+# that --calibrate measures
+BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")
+OPERATIONS = {f"{op} {way}" for op in BOTH_WAYS for way in ("forward", "backward")} | {
+    "matmul", "rotary", "merge", "cross entropy", "copy", "adamw", "memory", "link", "network"}
+FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 
 def calibration_path(ranks: int) -> Path:
@@ -320,10 +325,42 @@ def calibration(ranks: int) -> JsonObject:
         measured = kept_json(path.parent, path.name)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
-    wanted = dict(format=CALIBRATION_FORMAT, ranks=ranks)  # its digest says that memo wrote the rest
-    if wrong := next((name for name in wanted if measured.get(name) != wanted[name]), None):
+    if wrong := next((name for name, right in rules(measured, ranks) if not right), None):
         raise ConfigError(f"{path}: {wrong} is not what --calibrate writes; {remedy}")
     return measured
+
+
+def number(value: Json, least: float = 1, most: float = 1e24,
+           kinds: tuple[type, ...] = (int, float)) -> bool:
+    """Says whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
+    return type(value) in kinds and least <= value <= most
+
+
+def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
+    """Lists (name, whether its value can be believed) of all that a calibration holds."""
+    yield "format", measured.get("format") == CALIBRATION_FORMAT
+    for name, least, most in (("ranks", ranks, ranks), ("threads", 1, 2**16), ("itemsize", 2, 4),
+                              ("multiprocessors", 0, 2**16)):
+        yield name, number(measured.get(name), least, most, (int,))
+    yield "device", isinstance(measured.get("device"), str)
+    yield "overhead_s", number(measured.get("overhead_s"), 0, 60)
+    for name in ("memory_bytes", "peak_flops_per_s"):
+        yield name, name in measured and (measured[name] is None or number(measured[name]))
+    capability = measured.get("capability")
+    yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
+    node: Json = measured.get("node")
+    speeds: Json = measured.get("speeds")
+    wanted = {f.name: kind_of(f) for f in fields(Node)}
+    yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
+    yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
+    operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
+    yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= {
+        FP8_PRODUCTS, *operations}
+    for op, points in speeds.items():
+        pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
+                                                            for p in points)
+        sizes = [size for size, _ in points] if pairs else []
+        yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))
 
 
 def gpu_named(device_name: str) -> str | None:
