@@ -28,6 +28,10 @@ class Sizes:
         self.layer_bytes = {Content.LOAN: itemsize * numel, Content.REPAID: 4 * numel}
         # of units that are not alike: {tensor: (first byte, bytes)} of what goes to the host
         self.kept = {k: p.kept_bytes(k, tensors) for k in set(p.like)}
+        self.survivor_bytes = {  # of their inputs, and of all others
+            (k, content): sum(n for name, (_, n) in kept.items()
+                              if (name == INPUT) == (content is Content.INPUT))
+            for k, kept in self.kept.items() for content in (Content.KEPT, Content.INPUT)}
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
@@ -37,8 +41,7 @@ class Sizes:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
         if content is Content.KEPT or (content is Content.INPUT and unit not in self.memory.streamed):
-            kept = self.kept[p.like[p.number[unit]]]
-            return sum(n for name, (_, n) in kept.items() if (name == INPUT) == (content is Content.INPUT))
+            return self.survivor_bytes[p.like[p.number[unit]], content]
         x = unit.subsequence % p.subsequences  # a guest's, too
         match content:
             case Content.LOAN | Content.REPAID:

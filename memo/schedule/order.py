@@ -1,5 +1,6 @@
 """The units of a stage in the order of the forward, and what follows from this order alone. No torch."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -77,12 +78,13 @@ class ForwardOrder:
 forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same
 
 
-class InOrder:
+class InOrder(ABC):
     """Something whose units are in a `forward_order`."""
 
     @property
+    @abstractmethod
     def forward_order(self) -> ForwardOrder:
-        raise NotImplementedError
+        """Finds the order."""
 
     @cached_property
     def several(self) -> bool:

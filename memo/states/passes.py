@@ -69,7 +69,7 @@ class Model(Parameters):
         # parameters of all layers are equally long, in all stages
         self.taken = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                           key_shape=self.gpt.key_shape, gradients=self.grads.numel() > 0,
-                         params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
+                          params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
         lending = self.swap.lending
         self.guest_blocks = [*map(self.gpt.block, lending.weights, lending.gradients)] if lending else []
         self.shape = (B, T)
