@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -86,12 +87,13 @@ class Swap:
         self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device) for name, n in nbytes.items()}
         shapes = [layer.tensors(B, n * tp // B, dtype.itemsize, tp) for n in p.lengths]
 
-        def view(k: int, i: int, name: str) -> torch.Tensor:
-            t, at = shapes[i][name], p.place(k, name) * p.row_bytes(tensors[name])
+        @cache  # units take turns in few places
+        def view(name: str, i: int, at: int) -> torch.Tensor:
+            t = shapes[i][name]
             kind = getattr(torch, t.dtype) if t.dtype else dtype
             return self.buffers[name][at:at + t.nbytes].view(kind).view(t.shape)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: Activations(**{name: view(k, like, name) for name in names})
+        self.units = {unit: Activations(**{name: view(name, like, self.first(name, k)) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Lending | None = None
@@ -102,7 +104,8 @@ class Swap:
             self.add_pieces(gradients, numel)
             self.add_stream()
         else:  # a layer's output has the place of the next one's input
-            self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)), view(p.n_layer, 0, INPUT)]
+            self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)),
+                      view(INPUT, 0, self.first(INPUT, p.n_layer))]
             self.between = self.whole = {Unit(i, 0): ends for i, ends in enumerate(pairwise(self.x))}
         self.layers = [self.units[Unit(i, 0)] for i in range(p.n_layer)]
         missing = {k: p.missing(k) for k in set(p.like)}
@@ -111,6 +114,10 @@ class Swap:
         self.executor = Executor(self.streams, self.label)
         self.set_passes(passes_of(replace(p.program, trains=gradients), states or States(p.n_layer)))
         self.pairs = self.swapped_pairs()
+
+    def first(self, name: str, k: int) -> int:
+        """Finds the first byte of a tensor of unit k in its buffer."""
+        return self.placement.place(k, name) * self.placement.row_bytes(self.tensors[name])
 
     def add_stream(self) -> None:
         """Finds what lies between layers in the stream's places, and the places for inputs of sweeps."""
@@ -204,11 +211,12 @@ class Swap:
 
     def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
         """Finds the bytes of what a unit keeps, or of its input, that go to the host; `resident`: stay."""
-        s, p = self.units[part.unit], self.placement
-        k = p.like[p.number[part.unit]]
-        ranges = p.kept_bytes(k, self.tensors, resident) if resident else self.sizes.kept[k]
-        return [bytes_of(getattr(s, name))[at:at + n] for name, (at, n) in ranges.items()
-                if (name == INPUT) == (part.content is Content.INPUT)]
+        p, k = self.placement, self.placement.number[part.unit]
+        like = p.like[k]
+        ranges = p.kept_bytes(like, self.tensors, resident) if resident else self.sizes.kept[like]
+        return [self.buffers[name][at:at + n] for name, (first, n) in ranges.items()
+                if (name == INPUT) == (part.content is Content.INPUT)
+                for at in [self.first(name, k) + first]]
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
         """Finds for each step that copies [(bytes of a buffer, those in the slab, or where they stay)]."""

@@ -13,7 +13,6 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -121,8 +120,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 def split(first: int, end: int, piece_bytes: int) -> list[slice]:
     """Cuts the bytes first..end of a slab into slices, each inside one of its pieces."""
-    edges = [first, *range((first // piece_bytes + 1) * piece_bytes, end, piece_bytes), end]
-    return [slice(a, b) for a, b in pairwise(edges) if a < b]
+    return [slice(max(at, first), min(at + piece_bytes, end))
+            for at in range(first - first % piece_bytes, end, piece_bytes) if first < end]
 
 
 class HostSlab:

@@ -3,6 +3,7 @@ for. The host itself waits for nothing but streams of its own: those of the CPU,
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import NamedTuple
 
 from memo.schedule.spans import wait_kind, wait_label
@@ -29,10 +30,11 @@ class Executor:
 
     def expect(self, schedules: Iterable[Schedule]) -> None:
         """Makes the events of the schedules that will run, and their labels: not at every step."""
-        self.reasons = {(step, earlier): wait_label(self.label, step, earlier, place)
+        name = cache(self.label)
+        self.reasons = {(step, earlier): wait_label(name, step, earlier, place)
                         for schedule in schedules for step, waits in schedule.items()
                         for earlier, place in waits.items()}
-        self.events = {step: Event(self.label(step), wait_kind(step)) for _, step in self.reasons}
+        self.events = {step: Event(name(step), wait_kind(step)) for _, step in self.reasons}
 
     def settle(self, steps: Schedule) -> None:
         """Holds compute, and on the host the caller, until those of the steps that others wait for are done,
