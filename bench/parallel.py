@@ -19,7 +19,8 @@ from memo.config.layer import layer_of, n_rows, tensors_of
 from memo.config.layout import Layout
 from memo.kernels.attention import BACKENDS
 from memo.kernels.ops import TORCH
-from memo.layer.cp import attention_over_ranks, ring_tile
+from memo.layer.cp import attention_over_ranks
+from memo.layer.row_order import RowOrder
 from memo.memory.placement import Placement
 from memo.parallel.mesh import open_mesh
 from memo.plots.figures import plain
@@ -135,8 +136,9 @@ def balance():
     chunks."""
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
-        zigzag = [sum(scores(*ring_tile((rank - step) % cp, rank, cp, T), T) for step in range(cp))
-                  for rank in range(cp)]
+        [met] = RowOrder([(cp * T,)], "ring", cp).meetings(0, 0, T)
+        zigzag = [sum(scores(*tile, T) for source in range(cp) for tiles in met.tiles(rank, source)
+                      for tile in tiles) for rank in range(cp)]
         plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
         busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]
         assert sum(zigzag) == sum(plain) and busiest[0] <= 1.01
@@ -171,8 +173,9 @@ class Slow(Axis):
 def ring(host, S, delays, rounds):
     """{delay: (seconds of a forward, of a backward)} of the slowest rank, the median of `rounds`."""
     axis = Slow("cp", host.size, host.rank, host.group)
-    attention, _ = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
     T = S // axis.size
+    [met] = RowOrder([(S,)], "ring", axis.size).meetings(0, 0, T)
+    attention = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)[0].among(met)
     q, k, v, dout = torch.randn(4, 1, T, 4, 64)
     seconds = {d: [] for d in delays}
     for _ in range(rounds):

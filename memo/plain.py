@@ -30,6 +30,7 @@ import torch
 from memo.config.config import Config
 from memo.config.layer import INPUT, SPLIT_ROWS, n_rows, tensors_of
 from memo.layer.activations import Activations
+from memo.layer.tiles import one_sequence
 from memo.memory.slab import HostSlab
 from memo.schedule.streams import Event, Streams
 from memo.states.protocols import Transformer
@@ -78,11 +79,12 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
         buffers[name] = whole.split(t.nbytes) if name == INPUT else (whole[:t.nbytes], whole[kept[name]:])
     host_bytes, used = max(0, L - 2) * sum(kept.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
-    layers = []
+    layers, met = [], one_sequence(cfg.block_size)  # each token sees those before it
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
-        s = Kept(**{name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
-                    for name, t in tensors.items()})
+        s = Kept(meetings=[met], **{
+            name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
+            for name, t in tensors.items()})
         layers.append(s)
         for name, t in tensors.items():
             if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes

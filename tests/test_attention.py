@@ -24,6 +24,7 @@ from memo.kernels.backends import Facts, choose_kernel, missing, workspaces
 from memo.kernels.ops import TORCH
 from memo.layer.attend import attend, attend_backward
 from memo.layer.cp import attention_over_ranks
+from memo.layer.tiles import one_sequence
 from memo.run.load_config import load_config
 from memo.run.rehearsal import FakeArena, kernel_requests
 from memo.system import hardware
@@ -77,9 +78,9 @@ def test_backends_agree_with_the_mathematics(name, kv_heads, causal):
         assert got.shape == g.shape and error(got.float(), g) < limit
 
 
-def alone(kernel):
-    """The Attention of a kernel to a whole sequence, on one rank."""
-    return attention_over_ranks(kernel, Axis("cp"), "ring", TORCH.merge)[0]
+def alone(kernel, S):
+    """The Attention of a kernel to a whole sequence of S tokens, on one rank."""
+    return attention_over_ranks(kernel, Axis("cp"), "ring", TORCH.merge)[0].among(one_sequence(S))
 
 
 # --- the packages ---
@@ -101,10 +102,10 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
     out, lse = torch.zeros(2, 24, 4, 16), torch.zeros(2, 4, 24)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        attend(alone(kernel), q, [(k, v)], 0.25, out, lse)
+        attend(alone(kernel, 24), q, [(k, v)], 0.25, out, lse)
         assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
         keys = [(k.clone(), v.clone())]
-        got = attend_backward(alone(kernel), dout, q.clone(), keys, [], out, lse, 0.25)
+        got = attend_backward(alone(kernel, 24), dout, q.clone(), keys, [], out, lse, 0.25)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(error(a, b) < 1e-5 for a, b in zip(got, gradients, strict=True))
@@ -271,7 +272,7 @@ def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
     q, k, v, dout, out = (torch.empty(s, dtype=torch.bfloat16, device="meta")
                           for s in (shape, shared, shared, shape, shape))
     lse = torch.empty(1, 4, 256, device="meta")
-    arena.run("forward", attend, alone(kernel), q, [(k, v)], 0.125, out, lse)
+    arena.run("forward", attend, alone(kernel, q.shape[1]), q, [(k, v)], 0.125, out, lse)
     arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
     segments = arena.recorded().segments
     sizes = {label: [event[-1] for event in events if event[0] == "malloc"]
@@ -300,8 +301,8 @@ def test_cudnn_is_handed_nothing_that_32_bits_cannot_count(T):
     q, k, v, dout, out = (torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(5))
     lse = torch.empty(1, 32, T, device="meta")
     with Watch():
-        attend(alone(cudnn), q, [(k, v)], 0.1, out, lse)
-        attend_backward(alone(cudnn), dout, q, [(k, v)], [], out, lse, 0.1)
+        attend(alone(cudnn, q.shape[1]), q, [(k, v)], 0.1, out, lse)
+        attend_backward(alone(cudnn, q.shape[1]), dout, q, [(k, v)], [], out, lse, 0.1)
     assert len(handed) == 64
     spans = {sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for ts in handed for t in ts}
     assert max(spans) < 2**31

@@ -5,8 +5,9 @@ import torch
 
 from memo.kernels.attention import BACKENDS
 from memo.kernels.ops import TORCH
-from memo.layer.cp import attention_over_ranks, ring_tile
-from memo.layer.tiles import rank_ranges
+from memo.layer.cp import attention_over_ranks
+from memo.layer.row_order import RowOrder
+from memo.layer.tiles import one_sequence, rank_ranges
 from memo.system.axis import Axis
 from testing.ranks import pool
 
@@ -35,7 +36,8 @@ def attend(host, kind, dtype, limit, Hkv):
         out, lse = attention.forward(q, k, v, True, scale)
         want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
         q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
-        parallel, _ = attention_over_ranks(attention, axis, kind, TORCH.merge)
+        [met] = RowOrder([(S,)], kind, axis.size).meetings(0, 0, S // axis.size)
+        parallel = attention_over_ranks(attention, axis, kind, TORCH.merge)[0].among(met)
         axis.sent_bytes = 0
         out_, lse_ = parallel.forward(q_, [(k_, v_)], scale)
         cp, block, keys = axis.size, q_.nbytes, k_.nbytes
@@ -71,8 +73,9 @@ def test_every_token_is_held_once():
 def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
     T = 128
     for cp in (2, 4, 16, 64):
-        work = [[scores(*ring_tile((rank - step) % cp, rank, cp, T), T) for step in range(cp)]
-                for rank in range(cp)]
+        [met] = RowOrder([(cp * T,)], "ring", cp).meetings(0, 0, T)
+        work = [[sum(scores(*tile, T) for [tiles] in [met.tiles(rank, (rank - step) % cp)] for tile in tiles)
+                 for step in range(cp)] for rank in range(cp)]
         for step in range(cp):
             assert len({row[step] for row in work}) == 1
         total = sum(map(sum, work))
@@ -81,7 +84,7 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
 
 def test_one_rank_is_the_plain_attention():
     q, k, v, dout = torch.randn(4, 1, 64, 2, 16, generator=torch.Generator().manual_seed(0))
-    alone, _ = attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge)
+    alone = attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge)[0].among(one_sequence(64))
     out, lse = BACKENDS["cpu"].forward(q, k, v, True, 0.25)
     assert all(map(torch.equal, alone.forward(q, [(k, v)], 0.25), (out, lse)))
     want = BACKENDS["cpu"].backward(dout, q, k, v, out, lse, True, 0.25)

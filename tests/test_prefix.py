@@ -13,7 +13,8 @@ from memo.kernels.ops import TORCH, rotations
 from memo.layer.attend import attend, attend_backward
 from memo.layer.attention import HeadNorms
 from memo.layer.cp import attention_over_ranks
-from memo.layer.tiles import rank_ranges
+from memo.layer.row_order import RowOrder
+from memo.layer.tiles import one_sequence
 from memo.parallel.mesh import ALONE
 from memo.system.axis import Axis
 from testing.notes import noted_mesh
@@ -39,11 +40,15 @@ def exact(q, k, v, dout):
     return out, *math_backward(dout, q, k, v, out, lse, True, SCALE)
 
 
-def positions_of(cut, axis, kind):
-    """The positions of a rank's tokens, of each subsequence."""
-    starts = torch.tensor((0, *cut)).cumsum(0).tolist()
-    return [torch.cat([start + torch.arange(*r) for r in rank_ranges(S, axis.rank, axis.size, kind)])
-            for start, S in zip(starts, cut, strict=False)]
+def order_of(cut, axis=ALONE.tokens, kind="ring"):
+    """The RowOrder of a rank."""
+    return RowOrder([(n,) for n in cut], kind, axis.size, (axis.rank,))
+
+
+def meeting(order, i):
+    """Which tokens meet in subsequence i."""
+    [met] = order.meetings(i, 0, sum(order.slices[i]) // order.size)
+    return met
 
 
 def over_prefix(*how):
@@ -51,14 +56,14 @@ def over_prefix(*how):
     return attention_over_ranks(*how)[1]
 
 
-def pass_over(prefix_at, mine, q, k, v, dout):
-    """out, dq, dk, dv of the whole sequence at a rank's tokens `mine`; zeros elsewhere. As a layer is
-    executed: all units' forwards, then all backwards, the last first. `prefix_at`: the Attention at
-    tokens."""
+def pass_over(prefix_at, order, q, k, v, dout):
+    """out, dq, dk, dv of the whole sequence at a rank's tokens; zeros elsewhere. As a layer is executed: all
+    units' forwards, then all backwards, the last first. `prefix_at`: the Attention at tokens."""
+    mine = order.positions()
+    prefixes = [prefix_at(at).among(meeting(order, i)) for i, at in enumerate(mine)]
     found = [torch.zeros_like(t) for t in (q, q, k, v)]
     pieces, units = [], []
-    for at in mine:
-        prefix = prefix_at(at)
+    for at, prefix in zip(mine, prefixes, strict=True):
         pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
         out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
         attend(prefix, q[:, at], pieces, SCALE, out, lse)
@@ -66,7 +71,7 @@ def pass_over(prefix_at, mine, q, k, v, dout):
         units.append((out, lse))
     sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
     for i in reversed(range(len(mine))):
-        at, prefix = mine[i], prefix_at(mine[i])
+        at, prefix = mine[i], prefixes[i]
         [dq] = attend_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
                                SCALE)
         assert dq.dtype == q.dtype
@@ -82,8 +87,8 @@ def alone(name="cpu"):
     return lambda at: prefix
 
 
-def compare(found, want, mine, limit):
-    at = torch.cat(mine)
+def compare(found, want, order, limit):
+    at = torch.cat(order.positions())
     for got, whole in zip(found, want, strict=True):
         assert error(got[:, at].float(), whole[:, at]) < limit
 
@@ -94,13 +99,13 @@ def compare(found, want, mine, limit):
 def test_pieces_are_the_whole_sequence(N, Hkv, name):
     for B in (1, 2):
         whole = tensors(sum(CUTS[N]), Hkv, B)
-        mine = positions_of(CUTS[N], ALONE.tokens, "ring")
-        compare(pass_over(alone(name), mine, *whole), exact(*whole), mine, 1e-5)
+        order = order_of(CUTS[N])
+        compare(pass_over(alone(name), order, *whole), exact(*whole), order, 1e-5)
 
 
 @pytest.mark.parametrize("Hkv", [1, 2, 4])
 def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
-    whole, mine = tensors(sum(CUTS[3]), Hkv), positions_of(CUTS[3], ALONE.tokens, "ring")
+    whole, order = tensors(sum(CUTS[3]), Hkv), order_of(CUTS[3])
     heads = []
 
     def forward(q, *others):
@@ -108,15 +113,16 @@ def test_groups_of_heads_are_bounded_by_the_longest_piece(Hkv, monkeypatch):
         return BACKENDS["cpu"].forward(q, *others)
     prefix = over_prefix(BACKENDS["cpu"]._replace(forward=forward), ALONE.tokens, "ring", TORCH.merge)
     monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * 2 * D)  # two heads of the first piece, B = 2
-    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-5)
+    compare(pass_over(lambda at: prefix, order, *whole), exact(*whole), order, 1e-5)
     assert set(heads) == {(64, 2), (48, 2), (32, 2)}  # although four heads of 32 queries would fit
 
 
 def test_groups_that_the_caller_makes_are_all_heads():
     """As METP calls it: q of some heads, and those heads of the pieces, which they write into."""
     q, k, v, dout = tensors(sum(CUTS[3]), 2)
-    [*mine, last], prefix = positions_of(CUTS[3], ALONE.tokens, "ring"), alone()(None)
-    pieces = [(k[:, at], v[:, at]) for at in (*mine, last)]
+    order = order_of(CUTS[3])
+    [*before, last], prefix = order.positions(), alone()(None).among(meeting(order, 2))
+    pieces = [(k[:, at], v[:, at]) for at in (*before, last)]
 
     def attended(*groups):
         sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
@@ -142,7 +148,7 @@ def test_one_piece_is_the_plain_call():
             return getattr(BACKENDS["cpu"], which)(*args)
         return call
     kernel = Kernel("cpu", called("forward"), called("backward"))
-    prefix = over_prefix(kernel, ALONE.tokens, "ring", TORCH.merge)
+    prefix = over_prefix(kernel, ALONE.tokens, "ring", TORCH.merge).among(one_sequence(64))
     out, lse, sums = torch.empty_like(q), torch.empty(2, H, 64), tuple(torch.zeros(2, 2, 64, 2, D))
     attend(prefix, q, [(k, v)], SCALE, out, lse)
     [dq] = attend_backward(prefix, dout, q, [(k, v)], [sums], out, lse, SCALE)
@@ -155,8 +161,8 @@ def test_one_piece_is_the_plain_call():
 
 
 def test_in_bf16():
-    whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], ALONE.tokens, "ring")
-    compare(pass_over(alone(), mine, *whole), exact(*whole), mine, 1e-2)
+    whole, order = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), order_of(CUTS[5])
+    compare(pass_over(alone(), order, *whole), exact(*whole), order, 1e-2)
 
 
 @pytest.mark.parametrize("version", ["2.8.3", "3", "4 beta 27"])
@@ -165,10 +171,10 @@ def test_packages_kernels_over_pieces(version, monkeypatch):
     fakes.install(monkeypatch, version)
     q, k, v, dout = tensors(sum(CUTS[3]), 2)
     q, k, v = torch.cat((q, k, v), 2).split((H, 2, 2), 2)
-    mine = positions_of(CUTS[3], ALONE.tokens, "ring")
+    order = order_of(CUTS[3])
     prefix = over_prefix(installed_kernel(fakes.KERNEL[version[0]]), ALONE.tokens, "ring", TORCH.merge)
     monkeypatch.setattr(layer, "GROUP_ELEMENTS", 2 * 64 * D)  # one head
-    compare(pass_over(lambda at: prefix, mine, q, k, v, dout), exact(q, k, v, dout), mine, 1e-5)
+    compare(pass_over(lambda at: prefix, order, q, k, v, dout), exact(q, k, v, dout), order, 1e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -189,7 +195,8 @@ class Largest(TorchDispatchMode):
 def test_nothing_is_larger_than_the_queries_or_keys_of_a_group(kind, size, monkeypatch):
     T, axis = 16, Axis("cp", size)  # tokens of a rank, in each of eight pieces
     q, k, v, dout = tensors(T, 2)
-    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
+    prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge).among(
+        meeting(order_of((T * size,) * 8, axis, kind), 7))
     monkeypatch.setattr(layer, "GROUP_ELEMENTS", q.numel() // 2)  # two heads of a rank's queries
     pieces = [prefix.to_pieces(k, v) for _ in range(8)]
     sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
@@ -209,14 +216,14 @@ def over_ranks(host, kind):
     prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
     for i, cut in enumerate(CUTS.values()):
         for Hkv in (1, 2, 4) if host.size == 2 else (1, 2, 4)[i % 3:][:1]:
-            whole, mine = tensors(sum(cut), Hkv, B := 1 + (Hkv == 2)), positions_of(cut, axis, kind)
+            whole, order = tensors(sum(cut), Hkv, B := 1 + (Hkv == 2)), order_of(cut, axis, kind)
             want = exact(*whole)
-            compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
+            compare(pass_over(lambda at: prefix, order, *whole), want, order, 1e-5)
             with pytest.MonkeyPatch.context() as patch:  # two groups of a ring; one head of Ulysses
                 patch.setattr(layer, "GROUP_ELEMENTS", B * max(cut) // axis.size * 2 * D)
-                compare(pass_over(lambda at: prefix, mine, *whole), want, mine, 1e-5)
-    whole, mine = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), positions_of(CUTS[5], axis, kind)
-    compare(pass_over(lambda at: prefix, mine, *whole), exact(*whole), mine, 1e-2)
+                compare(pass_over(lambda at: prefix, order, *whole), want, order, 1e-5)
+    whole, order = tensors(sum(CUTS[5]), 2, dtype=torch.bfloat16), order_of(CUTS[5], axis, kind)
+    compare(pass_over(lambda at: prefix, order, *whole), exact(*whole), order, 1e-2)
 
 
 SLOW = pytest.mark.slow
@@ -236,8 +243,8 @@ def sent(kind, size, N, Hkv, dtype):
     for rank in range(size):
         mesh, programs[rank] = noted_mesh(rank, tp=1, cp=size)
         prefix = over_prefix(BACKENDS["cpu"], mesh.tokens, kind, TORCH.merge)
-        mine = positions_of((128 // N,) * N, mesh.tokens, kind)
-        pass_over(lambda at, prefix=prefix: prefix, mine, *tensors(128, Hkv, dtype=dtype))
+        order = order_of((128 // N,) * N, mesh.tokens, kind)
+        pass_over(lambda at, prefix=prefix: prefix, order, *tensors(128, Hkv, dtype=dtype))
         counts.add(mesh.tokens.sent_bytes)
     validate_programs(programs)
     [count] = counts
@@ -248,7 +255,8 @@ def sent(kind, size, N, Hkv, dtype):
 @pytest.mark.parametrize("dtype,Hkv", [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 1)])
 def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
     axis = Axis("cp", size)
-    plain, _ = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)
+    plain = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)[0].among(
+        meeting(order_of((128,), axis), 0))
     q, k, v, dout = tensors(128 // size, Hkv, dtype=dtype)
     plain.backward(dout, q, [(k, v)], [], *plain.forward(q, [(k, v)], SCALE), SCALE)
     keys = (size - 1) * (4 * k.nbytes + 2 * 4 * k.numel())  # k, v, once more, with gradients in fp32
@@ -291,11 +299,11 @@ def over_normed(host, kind):
         def prefix_at(at, dw=dw):
             turn = rotations(at.repeat(2), D, 100.0)[:, None]
             return HeadNorms(TORCH, W, dw, 1e-5, turn).over(prefix, several=True)
-        whole, mine = tensors(sum(cut), 2), positions_of(cut, axis, kind)
+        whole, order = tensors(sum(cut), 2), order_of(cut, axis, kind)
         *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layer, "GROUP_ELEMENTS", elements)
-            compare(pass_over(prefix_at, mine, *whole), want, mine, 1e-5)
+            compare(pass_over(prefix_at, order, *whole), want, order, 1e-5)
         assert error(axis.sum(dw.q_norm_w), dq_norm_w) < 1e-5
         assert error(axis.sum(dw.k_norm_w), dk_norm_w) < 1e-5
 

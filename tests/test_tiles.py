@@ -1,9 +1,13 @@
 """Tiles against the causal mask itself, pair by pair."""
 
+import operator
+import random
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+
 import pytest
 
-from memo.layer.cp import ring_tile
-from memo.layer.tiles import DIAGONAL, rank_ranges, tiles_of
+from memo.layer.tiles import CAUSAL, DIAGONAL, Mask, rank_ranges, tiles_of
 
 
 def rows(ranges):
@@ -23,9 +27,13 @@ def met(tiles, queries, keys):
     return {*pairs}
 
 
-def check(queries, keys):
-    tiles = tiles_of(queries, keys)
-    assert met(tiles, queries, keys) == {(q, k) for q in rows(queries) for k in rows(keys) if k <= q}
+def check(queries, keys, mask=CAUSAL):
+    tiles = tiles_of(tuple(queries), tuple(keys), mask)
+
+    def part(token):
+        return bisect_right(mask.borders, token)
+    assert met(tiles, queries, keys) == {(q, k) for q in rows(queries) for k in rows(keys)
+                                         if k <= q and mask.sees(part(q), part(k))}
     return tiles
 
 
@@ -33,14 +41,12 @@ def check(queries, keys):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_tiles_between_ranks_are_the_causal_mask(ranks, kind):
     S = 4 * ranks
-    held = [rank_ranges(S, rank, ranks, kind) for rank in range(ranks)]
+    held = [tuple(rank_ranges(S, rank, ranks, kind)) for rank in range(ranks)]
     assert sorted(t for ranges in held for t in rows(ranges)) == [*range(S)]
     for q in range(ranks):
         for k in range(ranks):
             tiles = check(held[q], held[k])
             assert len(tiles) == (1 if kind == "ring" else k <= q)
-            if kind == "ring" and ranks > 1:
-                assert tiles == [ring_tile(k, q, ranks, 4)]
 
 
 def test_tiles_of_any_ranges_are_the_causal_mask():
@@ -55,4 +61,20 @@ def test_tiles_of_any_ranges_are_the_causal_mask():
         tiles = check(*sides)
         seen = [sum(b <= first for _, b in sides[1]) for first, _ in sides[0]]
         assert len(tiles) == len({*seen} - {0})
-    assert tiles_of([(0, 3)], [(0, 3)]) == [DIAGONAL]
+    assert tiles_of(((0, 3),), ((0, 3),)) == (DIAGONAL,)
+
+
+@pytest.mark.parametrize("sees", [operator.ge, operator.eq, lambda i, j: i == j or j != 1])
+def test_tiles_are_those_of_any_mask(sees):
+    """What a query sees of other parts: all, as under the causal mask; nothing, as of other documents; all
+    but a hole."""
+    generator = random.Random(0)
+    for _ in range(300):
+        ends = [*accumulate(generator.choices(range(1, 6), k=9), initial=0)]
+        sides = [[], [], []]
+        for stretch in pairwise(ends):
+            generator.choice(sides).append(stretch)
+        mask = Mask(tuple(sorted(generator.sample(range(1, ends[-1]), 2))), sees)
+        check(sides[0], sides[1], mask)
+        tiles = check(sides[0], sides[0], mask)
+        assert len(tiles) <= 1 or sees is not operator.ge

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from memo.layer.tiles import Meeting
+
 EVERY_ROW, NO_ROWS = slice(None), slice(0)
 
 Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of earlier rows, or their gradients
@@ -16,8 +18,9 @@ class Activations:
     """Holds the skeletal tensors of a unit, views of its buffer; None: the family keeps none.
 
     `pieces`: with several subsequences (k, v) of those up to the unit's, the unit's own the last; its own `k`
-    and `v` are then made when it computes. `sums`: of their gradients, fp32. `slices`: the tokens of each
-    slice of its own subsequence. `turn`: rotations of its rows; None where positions are learned.
+    and `v` are then made when it computes. `sums`: of their gradients, fp32. `meetings`: which
+    tokens meet, for each slice of its own subsequence. `turn`: rotations of its rows; None where positions
+    are learned.
     """
 
     x: torch.Tensor
@@ -42,7 +45,7 @@ class Activations:
     gelu_out_scale: torch.Tensor | None = None
     pieces: Pieces = ()
     sums: Pieces = ()
-    slices: Sequence[int] = ()
+    meetings: Sequence[Meeting] = ()
     turn: torch.Tensor | None = None
 
 

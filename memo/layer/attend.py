@@ -1,17 +1,19 @@
 """Attention as a layer takes it: queries meet pieces of keys and values, tile by tile.
 
 Keys and values lie in `pieces` [(k, v)], in ascending order, the queries' own last: one piece where a
-sequence is whole, one for each of several subsequences. The queries meet each piece before their own in a
-full call of a kernel, and their own in a causal one, in this order; partial results are merged through the
-logsumexp in fp32. So nothing has the length of all pieces, and each mode sums in the same order. The backward
-of each call takes the merged out and lse. Gradients of keys and values of several subsequences are added to
-`sums` [(dk, dv)], fp32 of the pieces' shapes; a single piece has no sums.
+sequence is whole, one for each of several subsequences. A Meeting (memo/layer/tiles.py) says which tokens
+these are, and so in which tiles the queries meet each piece: under the causal mask one full call of a kernel
+for each piece before their own, and a causal one. They follow each other in this order; partial results are
+merged through the logsumexp in fp32. So nothing has the length of all pieces, and each mode sums in the same
+order. The backward of each call takes the merged out and lse. Gradients of keys and values of several
+subsequences are added to `sums` [(dk, dv)], fp32 of the pieces' shapes; a single piece has no sums.
 
 attend() and attend_backward() go by groups of heads: temporary tensors stay small. Shapes as in
 memo/kernels/attention.py.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,7 +22,7 @@ import torch
 from memo.config.layer import heads_at_once
 from memo.kernels.attention import Gradients, Kernel, Result
 from memo.layer.activations import Pieces
-from memo.layer.tiles import DIAGONAL, EVERYTHING, FULL, Tile
+from memo.layer.tiles import EVERYTHING, Meeting, Tiles
 from memo.parallel.visits import Visits
 
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]  # that of an ops.Ops
@@ -39,8 +41,8 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 class Attention(NamedTuple):
     """Holds attention on the ranks that share the tokens:
 
-    forward(q, pieces, scale) -> out (fp32 where it is merged), lse
-    backward(dout, q, pieces, sums, out, lse, scale)
+    forward(q, pieces, scale, met) -> out (fp32 where it is merged), lse. `met`: a Meeting
+    backward(dout, q, pieces, sums, out, lse, scale, met)
         adds to `sums` -> [dq] (fp32 where it is a sum); without sums, of one piece, [dq, dk, dv]
     to_pieces(k, v): the rank's own (B, T, Hkv, D) -> as pieces of several subsequences hold them
     from_pieces(dk, dv, k, v)
@@ -62,6 +64,10 @@ class Attention(NamedTuple):
     ranks: int = 1
     heads: int = 1
     takes_out: bool = False
+
+    def among(self, met: Meeting) -> "Attention":
+        """Fixes which tokens meet."""
+        return self._replace(forward=partial(self.forward, met=met), backward=partial(self.backward, met=met))
 
 
 # --- group by group of heads ---
@@ -153,76 +159,105 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
 
 # --- the pieces that lie on this rank ---
 
-def rows_met(pieces: Pieces, last: Tile) -> slice:
-    """Slices the queries that meet any of the pieces, where `last` says what meets of the last one."""
-    return last.queries if len(pieces) == 1 else EVERYTHING
+def unmet(q: torch.Tensor) -> Result:
+    """Makes out and lse of queries that have met no key yet: what is merged into them replaces them."""
+    B, T, H, _ = q.shape
+    # e^lse is 0; with -inf the merge of two such rows would be nan
+    return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
+
+
+def merge_rows(merge: Merge, total: Result, rows: slice, part: Result) -> None:
+    """Merges the result of some rows into that of all, of which out is fp32."""
+    merge(total[0][:, rows], total[1][..., rows], *part)
+
+
+def rows_met(tiles: Sequence[Tiles]) -> slice:
+    """Slices the queries from the first to the last that meet any key; nothing where none does."""
+    met = [tile.queries for of_piece in tiles for tile in of_piece]
+    if EVERYTHING in met:
+        return EVERYTHING
+    return slice(min(rows.start for rows in met), max(rows.stop for rows in met)) if met else slice(0)
+
+
+def within(rows: slice, queries: slice) -> slice:
+    """Finds queries among the `rows` that hold them."""
+    if rows == queries:
+        return EVERYTHING
+    return queries if rows == EVERYTHING else slice(queries.start - rows.start, queries.stop - rows.start)
 
 
 def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
-                   last: Tile = DIAGONAL, **where: torch.Tensor) -> Result:
-    """Computes out and lse of the rows_met(); out is fp32 where there are several pieces."""
-    for number, (k, v) in enumerate(pieces, 1):
-        queries, keys, causal = last if number == len(pieces) else FULL
-        out_, lse_ = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **where)
-        if number == 1:
-            out, lse = out_, lse_
-        else:
-            out = out.float()
-            merge(out[:, queries], lse[..., queries], out_, lse_)
-        del out_, lse_  # before the next piece's
-    return out, lse
+                   tiles: Sequence[Tiles], **where: torch.Tensor) -> Result:
+    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces."""
+    rows, total = rows_met(tiles), None
+    for (k, v), of_piece in zip(pieces, tiles, strict=True):
+        for queries, keys, causal in of_piece:
+            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **where)
+            if total is None and queries == rows:
+                total = part
+            else:
+                total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
+                merge_rows(merge, total, within(rows, queries), part)
+            del part  # before the next tile's
+    assert total is not None
+    return total
 
 
 def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                    out: torch.Tensor, lse: torch.Tensor, scale: float, last: Tile = DIAGONAL) -> Gradients:
-    """Adds to `sums` -> [dq] of rows_met(), fp32 of several pieces; without sums, of one, [dq, dk, dv]."""
-    for number, (k, v) in enumerate(pieces, 1):
-        queries, keys, causal = last if number == len(pieces) else FULL
-        dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries],
-                                    lse[..., queries].contiguous(), causal, scale)
-        if not sums:
-            return [dq_, *dkv]
-        for total, g in zip(sums[number - 1], dkv, strict=True):
-            total[:, keys].add_(g)
-        del g, dkv
-        if number == 1:
-            dq = dq_
-        else:
-            dq = dq.float()
-            dq[:, queries].add_(dq_)
-        del dq_  # before the next piece's
-    return [dq]
+                    out: torch.Tensor, lse: torch.Tensor, scale: float, tiles: Sequence[Tiles]) -> Gradients:
+    """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
+    rows, dq, totals = rows_met(tiles), None, sums
+    for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
+        for queries, keys, causal in of_piece:
+            dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
+                                        out[:, queries], lse[..., queries].contiguous(), causal, scale)
+            if not sums and len(of_piece) == 1:
+                return [dq_, *dkv]
+            totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
+            for total, g in zip(totals[number], dkv, strict=True):
+                total[:, keys].add_(g)
+            del g, dkv
+            if dq is None and queries == rows:
+                dq = dq_
+            else:
+                dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
+                dq[:, within(rows, queries)].add_(dq_)
+            del dq_  # before the next tile's
+    assert dq is not None
+    return [dq] if sums else [dq, *totals[0]]
 
 
-def in_slices(attention: Attention, slices: Sequence[int]) -> Attention:
-    """Cuts queries of `attention` into slices of so many tokens, where stages compute for each other. A
-    slice meets those before it in a full call, like pieces, and itself in a causal one."""
-    if len(slices) < 2:
-        return attention
-    own, ranks = [slice(*ends) for ends in pairwise(accumulate(slices, initial=0))], attention.ranks
-    both = [(r, slice(r.start * ranks, r.stop * ranks)) for r in own]  # of queries, of keys
+def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
+    """Cuts queries of `attention` into slices, where stages compute for each other: a Meeting for each. A
+    slice meets those before it in full calls, like pieces, and itself in a causal one."""
+    if len(meetings) == 1:
+        return attention.among(*meetings)
+    ranks = attention.ranks
+    keys_ = [slice(*ends) for ends in pairwise(accumulate((m.rows for m in meetings), initial=0))]
+    parts = [(slice(keys.start // ranks, keys.stop // ranks), keys, attention.among(meeting))
+             for keys, meeting in zip(keys_, meetings, strict=True)]
 
     def met(pieces: Pieces, keys: slice) -> Pieces:
-        parts = [slice(0, keys.start)] * (keys.start > 0) + [keys]
-        return [*pieces[:-1], *((k[:, r], v[:, r]) for k, v in pieces[-1:] for r in parts)]
+        rows = [slice(0, keys.start)] * (keys.start > 0) + [keys]
+        return [*pieces[:-1], *((k[:, r], v[:, r]) for k, v in pieces[-1:] for r in rows)]
 
     def forward(q: torch.Tensor, pieces: Pieces, scale: float) -> Result:
-        out, lse = zip(*(attention.forward(q[:, r], met(pieces, keys), scale) for r, keys in both),
+        out, lse = zip(*(part.forward(q[:, r], met(pieces, keys), scale) for r, keys, part in parts),
                        strict=True)
         return torch.cat(out, 1), torch.cat(lse, 2)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces, out: torch.Tensor,
                  lse: torch.Tensor, scale: float) -> Gradients:
-        return [torch.cat([attention.backward(
+        return [torch.cat([part.backward(
             dout[:, r], q[:, r], met(pieces, keys), met(sums, keys), out[:, r], lse[:, :, r].contiguous(),
-            scale)[0] for r, keys in both], 1)]
+            scale)[0] for r, keys, part in parts], 1)]
 
     def to_pieces(k: torch.Tensor, v: torch.Tensor) -> Pair:
-        ks, vs = zip(*(attention.to_pieces(k[:, r], v[:, r]) for r in own), strict=True)
+        ks, vs = zip(*(attention.to_pieces(k[:, r], v[:, r]) for r, *_ in parts), strict=True)
         return torch.cat(ks, 1), torch.cat(vs, 1)
 
     def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
-        for r, keys in both:
+        for r, keys, _ in parts:
             attention.from_pieces(dk[:, keys], dv[:, keys], k[:, r], v[:, r])
         return k, v
     return attention._replace(forward=forward, backward=backward, to_pieces=to_pieces,

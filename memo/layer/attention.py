@@ -122,7 +122,7 @@ class LayerAttention:
 
     def over(self, s: Activations) -> Attention:
         """Chooses the Attention to the whole sequence or to `s.pieces`, with norms per head in front."""
-        attention = in_slices(self.pieces, s.slices) if s.pieces else self.whole
+        attention = in_slices(self.pieces if s.pieces else self.whole, s.meetings)
         return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
 
     def keys_apart(self, s: Activations) -> bool:

@@ -16,7 +16,7 @@ heads that reads them (attend.py), of several subsequences once, when the pieces
 divide them, each goes to several ranks. Shapes as in memo/kernels/attention.py. The host waits for no GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import gcd
 
@@ -24,18 +24,20 @@ import torch
 
 from memo.kernels.attention import Gradients, Kernel, Result
 from memo.layer.activations import Pieces
-from memo.layer.attend import Attention, Meanwhile, Merge, Pair, pieces_backward, pieces_forward, rows_met
-from memo.layer.tiles import FULL, Tile, rank_ranges, tiles_of
+from memo.layer.attend import (
+    Attention,
+    Meanwhile,
+    Merge,
+    Pair,
+    merge_rows,
+    pieces_backward,
+    pieces_forward,
+    rows_met,
+    unmet,
+)
+from memo.layer.tiles import EVERYTHING, Meeting
 from memo.parallel.visits import Visits
 from memo.system.axis import Axis, Hop
-
-
-def ring_tile(source: int, rank: int, ranks: int, T: int) -> Tile:
-    """Finds the tile of T queries of rank `rank` and T keys of rank `source` that meet, in a zigzag."""
-    queries, keys = (rank_ranges(ranks * T, r, ranks, "ring") for r in (rank, source))
-    [tile] = tiles_of(queries, keys)
-    return tile
-
 
 # --- ring: keys and values of a whole sequence go round ---
 
@@ -51,46 +53,56 @@ def nothing(done: int, left: int) -> None:
 
 
 def ring_forward(kernel: Kernel, axis: Axis, ahead: int, merge: Merge, q: torch.Tensor, pieces: Pieces,
-                 scale: float, coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Result:
-    [kv], T = [[t.contiguous() for t in pair] for pair in pieces], q.shape[1]
+                 scale: float, met: Meeting, coming: Visits | None = None,
+                 meanwhile: Meanwhile = nothing) -> Result:
+    [kv], total = [[t.contiguous() for t in pair] for pair in pieces], None
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
         if step > 0:
             meanwhile(step, axis.size - step)
             kv = next(coming)
-        queries, keys, causal = ring_tile((axis.rank - step) % axis.size, axis.rank, axis.size, T)
-        out_, lse_ = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
-        if step == 0:
-            out, lse = out_.float(), lse_
-        else:
-            merge(out[:, queries], lse[..., queries], out_, lse_)
+        [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
+        for queries, keys, causal in tiles:
+            part = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
+            if total is None and queries == EVERYTHING:
+                total = part[0].float(), part[1]
+            else:
+                total = total or unmet(q)
+                merge_rows(merge, total, queries, part)
         del kv  # before the next hop, or the result, takes memory
-    return out.to(q.dtype), lse
+    assert total is not None
+    return total[0].to(q.dtype), total[1]
+
+
+def arrived(travelling: Hop | None, kv: Sequence[torch.Tensor]) -> Gradients:
+    """Finds dk and dv of the block `kv` that is here now: the sums of the ranks at which it was."""
+    return travelling.wait() if travelling else [torch.zeros_like(t, dtype=torch.float32) for t in kv]
 
 
 def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
-                  sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
+                  sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float, met: Meeting,
                   coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
-    [own], T = pieces, q.shape[1]
+    [own] = pieces
     coming = coming or ring_start(axis, ahead, *own)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
     for step in range(1, axis.size + 1):
         if step > 1:
             meanwhile(step - 1, axis.size - step + 1)
         kv = next(coming, own)
-        queries, keys, causal = ring_tile((axis.rank - step) % axis.size, axis.rank, axis.size, T)
-        new = kernel.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
-                              lse[..., queries].contiguous(), causal, scale)
-        if travelling is None:
-            dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in kv)
-        else:
-            dk, dv = travelling.wait()  # of the block that is here now, from the ranks it was at before
-        for g, rows, g_ in zip((dq, dk, dv), (queries, keys, keys), new, strict=True):
-            g[:, rows] += g_
-        del g_, new, kv  # before the next step's
-        travelling = axis.shift(dk, dv) if step < axis.size else None
-    return [g.to(q.dtype) for g in (dq, dk, dv)]
+        [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
+        dkv: Gradients = ()
+        for queries, keys, causal in tiles:
+            new = kernel.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
+                                  lse[..., queries].contiguous(), causal, scale)
+            dkv = dkv or arrived(travelling, kv)
+            for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
+                g[:, rows] += g_
+            del g_, new  # before the next tile's
+        dkv = dkv or arrived(travelling, kv)
+        del kv
+        travelling = axis.shift(*dkv) if step < axis.size else None
+    return [g.to(q.dtype) for g in (dq, *dkv)]
 
 
 # --- ring: queries of one subsequence of several pass, keys and values stay ---
@@ -102,51 +114,52 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.T
 
 
 def passing_forward(kernel: Kernel, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
-                    scale: float) -> Result:
-    attend, (B, T, H, _) = partial(pieces_forward, kernel, merge), q.shape
-    coming = visitors(axis, q)
-    before = attend(q, pieces[:-1], scale, FULL) if len(pieces) > 1 else None
+                    scale: float, met: Meeting) -> Result:
+    attend, tiles = partial(pieces_forward, kernel, merge), met.tiles(axis.rank, axis.rank)
+    coming, rows = visitors(axis, q), rows_met(tiles[:-1])
+    before = attend(q, pieces[:-1], scale, tiles[:-1]) if any(tiles[:-1]) else None
     home: Hop | None = None
     for rank, (q_,) in coming:
-        last = ring_tile(axis.rank, rank, axis.size, T)
-        rows, result = rows_met(pieces, last), attend(q_, pieces, scale, last)
-        if home is None:  # of what no query has met yet, e^lse is 0
-            out = torch.zeros_like(q_, dtype=torch.float32)
-            lse = out.new_full((B, H, T), -torch.inf)
-        else:
-            out, lse = home.wait()
-        merge(out[:, rows], lse[..., rows], *result)
+        theirs = met.tiles(rank, axis.rank)
+        result = attend(q_, pieces, scale, theirs) if any(theirs) else None
+        out, lse = home.wait() if home else unmet(q_)
+        if result:
+            merge_rows(merge, (out, lse), rows_met(theirs), result)
         del result  # before the next visitor's
         home = axis.shift(out, lse)
     del q_, out, lse
-    out, lse = attend(q, pieces[-1:], scale)
+    out, lse = attend(q, pieces[-1:], scale, tiles[-1:])
     out = out.float()
-    if before is not None:
-        merge(out, lse, *before)
+    if before:
+        merge_rows(merge, (out, lse), rows, before)
     assert home is not None  # there are other ranks
     merge(out, lse, *home.wait())
     return out, lse
 
 
 def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
-                     sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float) -> Gradients:
-    attend = partial(pieces_backward, kernel)
-    coming = visitors(axis, dout, q, out, lse)
-    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, FULL) if len(pieces) > 1 else []
+                     sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
+                     met: Meeting) -> Gradients:
+    attend, tiles = partial(pieces_backward, kernel), met.tiles(axis.rank, axis.rank)
+    coming, rows = visitors(axis, dout, q, out, lse), rows_met(tiles[:-1])
+    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, tiles[:-1]) if any(tiles[:-1]) else []
     home: Hop | None = None
     for rank, (dout_, q_, out_, lse_) in coming:
-        last = ring_tile(axis.rank, rank, axis.size, q.shape[1])
-        [dq_] = attend(dout_, q_, pieces, sums, out_, lse_, scale, last)
-        dq = torch.zeros_like(q_, dtype=torch.float32) if home is None else home.wait()[0]
-        dq[:, rows_met(pieces, last)].add_(dq_)
-        del dq_  # before the next visitor's
+        theirs = met.tiles(rank, axis.rank)
+        parts = attend(dout_, q_, pieces, sums, out_, lse_, scale, theirs) if any(theirs) else []
+        [dq] = home.wait() if home else [torch.zeros_like(q_, dtype=torch.float32)]
+        if parts:
+            dq[:, rows_met(theirs)].add_(*parts)
+        del parts  # before the next visitor's
         home = axis.shift(dq)
     del dout_, q_, out_, lse_, dq
-    [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale)
+    [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale, tiles[-1:])
     dq = dq.float()
+    if before:
+        dq[:, rows].add_(*before)
     assert home is not None
-    for more in (*before, *home.wait()):
-        dq.add_(more)
+    [theirs_] = home.wait()
+    dq.add_(theirs_)
     return [dq]
 
 
@@ -180,26 +193,38 @@ def pair_to_tokens(axis: Axis, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tens
 
 
 def ulysses_forward(kernel: Kernel, axis: Axis, merge: Merge, whole: bool, q: torch.Tensor, pieces: Pieces,
-                    scale: float) -> Result:
+                    scale: float, met: Meeting) -> Result:
     """Computes out and lse. `whole`: `pieces` is one, of the rank's own tokens; else of to_pieces()."""
     (B, T, H, _), q_ = q.shape, to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
-    out, lse = pieces_forward(kernel, merge, q_, pieces, scale)
+    out, lse = pieces_forward(kernel, merge, q_, pieces, scale, met.tiles())
     del q_, pieces  # before the result takes memory
     return to_tokens(axis, out.to(q.dtype), H), lse.reshape(B, H, T)  # of the rank's heads: for the backward
 
 
 def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor, q: torch.Tensor,
-                     pieces: Pieces, sums: Pieces, out: torch.Tensor, lse: torch.Tensor,
-                     scale: float) -> Gradients:
+                     pieces: Pieces, sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
+                     met: Meeting) -> Gradients:
     B, T, H, _ = q.shape
     heads = [H, *(t.shape[2] for t in pieces[0])]
     dout_, q_ = to_heads(axis, dout), to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
     gradients = pieces_backward(kernel, dout_, q_, pieces, sums, to_heads(axis, out),
-                                lse.view(B, H // axis.size, axis.size * T), scale)
+                                lse.view(B, H // axis.size, axis.size * T), scale, met.tiles())
     del dout_, q_, pieces  # before the results take memory
     return [to_tokens(axis, g.to(q.dtype), n) for g, n in zip(gradients, heads, strict=False)]
+
+
+# --- one rank, and the choice ---
+
+def alone_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float, met: Meeting,
+                  **where: torch.Tensor) -> Result:
+    return pieces_forward(kernel, merge, q, pieces, scale, met.tiles(), **where)
+
+
+def alone_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
+                   out: torch.Tensor, lse: torch.Tensor, scale: float, met: Meeting) -> Gradients:
+    return pieces_backward(kernel, dout, q, pieces, sums, out, lse, scale, met.tiles())
 
 
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
@@ -207,8 +232,8 @@ def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
     """Makes of `kernel` attention over the tokens that the ranks of `axis` share by a ring or ulysses: (to a
     whole sequence, to pieces of several subsequences). `ahead`: blocks of keys on their way beside one."""
     if axis.size == 1:
-        alone = Attention(kernel.name, kernel.label, partial(pieces_forward, kernel, merge),
-                          partial(pieces_backward, kernel))
+        alone = Attention(kernel.name, kernel.label, partial(alone_forward, kernel, merge),
+                          partial(alone_backward, kernel))
         return alone._replace(takes_out=kernel.takes_out), alone
     made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}")
     if kind == "ring":

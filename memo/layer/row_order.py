@@ -1,14 +1,15 @@
 """Which token each row of a rank is. Data, positions, targets and evaluation ask here."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import inf
 
 import torch
 
 from memo.config.layout import Layout
 from memo.config.subsequences import slice_lengths
-from memo.layer.tiles import Range, rank_ranges
+from memo.layer.tiles import CAUSAL, Mask, Meeting, Range, Ranges, rank_ranges, rows_of
 from memo.parallel.mesh import Mesh
 
 
@@ -20,6 +21,7 @@ class RowOrder:
         the tokens of each slice, by subsequences: a rank's rows are those of one subsequence after the other,
         in it those of one slice after the other. Each slice is dealt to the ranks by itself
     kind, size: how, and to how many ranks, that share the sequence: see tiles.rank_ranges()
+    mask: who sees whom
     ranks
         whose rows take turns: that of `tokens`, whose tokens the ranks of `weights` have in turns; with METP
         the ranks of `weights`, each with a column of its own
@@ -29,14 +31,17 @@ class RowOrder:
     kind: str = "ring"
     size: int = 1
     ranks: Sequence[int] = (0,)
+    mask: Mask = CAUSAL
+
+    def dealt(self, rank: int) -> list[list[Range]]:
+        """Lists by subsequences the ranges of tokens that one of the `size` ranks holds."""
+        starts = accumulate((n for slices in self.slices for n in slices), initial=0)
+        return [[(start + first, start + end) for length, start in zip(slices, starts, strict=False)
+                 for first, end in rank_ranges(length, rank, self.size, self.kind)] for slices in self.slices]
 
     def columns(self) -> list[list[list[Range]]]:
         """Lists the ranges of tokens by subsequences, and of each by `ranks`."""
-        starts = accumulate((n for slices in self.slices for n in slices), initial=0)
-        placed = [[*zip(slices, starts, strict=False)] for slices in self.slices]
-        return [[[(start + first, start + end) for length, start in slices
-                  for first, end in rank_ranges(length, rank, self.size, self.kind)] for rank in self.ranks]
-                for slices in placed]
+        return [[*of_ranks] for of_ranks in zip(*map(self.dealt, self.ranks), strict=True)]
 
     def deal(self, read: Callable[[int, int], torch.Tensor]) -> list[torch.Tensor]:
         """Lists [(..., T_i)] by subsequences, in the order of the rows, where read(first, end) gives (...,
@@ -48,11 +53,20 @@ class RowOrder:
         """Lists [(T_i,)] by subsequences: the tokens of the rows."""
         return self.deal(torch.arange)
 
-    def slices_of(self, subsequence: int, first: int, end: int) -> list[int]:
-        """Counts how many of a rank's tokens `first` to `end` of a subsequence are in each of its slices."""
+    def meetings(self, subsequence: int, first: int, end: int) -> list[Meeting]:
+        """Says which tokens meet where a rank's tokens `first` to `end` of a subsequence are the queries, for
+        each slice of these. The pieces are the subsequences before, what is before `first`, what is between
+        it and the slice, and the slice itself. With Ulysses a rank has the tokens of all, for some heads."""
+        order = replace(self, size=1) if self.kind == "ulysses" else self
+        times, held = self.size // order.size, [*zip(*map(order.dealt, range(order.size)), strict=True)]
+
+        def rows(i: int, first: int, end: float) -> list[Ranges]:
+            return [rows_of(ranges, first * times, end * times) for ranges in held[i]]
+        before = [rows(i, 0, inf) for i in range(subsequence)] + [rows(subsequence, 0, first)] * (first > 0)
         ends = accumulate(n // self.size for n in self.slices[subsequence])
-        inside = [first, *(n for n in ends if first < n < end), end]
-        return [b - a for a, b in pairwise(inside)]
+        return [Meeting(queries := rows(subsequence, a, b),
+                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.mask)
+                for a, b in pairwise([first, *(n for n in ends if first < n < end), end])]
 
 
 def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:

@@ -6,7 +6,7 @@ here each step of a program (memo/schedule/program.py) finds what it does."""
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -80,13 +80,14 @@ class Model(Parameters):
         self.positions = [t.to(self.device).repeat(B) for t in positions]
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
         p = self.swap.placement
+        meetings = cache(order.meetings)
         parts = dict[int, torch.Tensor]()  # of `turn`, where other stages compute the other rows
         for unit, s in self.swap.units.items():
             first, end, i = 0, len(s.x), unit.subsequence
             if guest := p.guest_of.get(i):
                 first, end, i = guest.first, guest.end, guest.subsequence
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
-            s.slices = order.slices_of(i, *tokens)
+            s.meetings = meetings(i, *tokens)
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
                 if unit.subsequence not in parts:
