@@ -1,20 +1,25 @@
-"""A GPT, and its layer, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid +
+"""A layer of a GPT, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid +
 mlp(ln2 mid), where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 or of Llama (memo/layer/mlp.py).
+Attention is causal. Below it the GPT, which holds the layers. It has no forward of its own: the loop over its
+layers is training_step() in memo/plain.py, or for all modes and ranks Model in memo/states/passes.py, which
+says what is computed when, and where it lies.
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b
-    n, tp     the N/tp rows that are the rank's own, and the ranks that share a layer; (n, tp, width) is all N
-              rows, in order
+    n, tp     a rank's own n = N/tp rows, and the ranks that share a layer: row i belongs to rank i % tp, so
+              (n, tp, width) is all N rows in order
     C, H, D   hidden size, heads, head dimension
     Q, KV, F  widths of q, of k and v, of the MLP: H*D, Hkv*D, n_inner
     s         the skeletal activations of a layer: named views of one buffer, see memo/config/layer.py
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
+    unit      a layer at one subsequence: a sequence may be cut into several, computed one after the other.
+              Then `s.pieces` has (k, v) of all up to the unit's, which the queries see; its own piece is the
+              last. Without a cut there are no pieces: k and v are skeletal tensors like q
 
 The backward writes over skeletal tensors that nobody reads any more: a layer needs hardly any memory besides
 its buffer. What is token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of
-heads (memo/layer/attend.py). What is computed when, and lies where, is asked in memo/states/passes.py.
-Source: the layer of MEMO 3.1 (pre-norm GPT).
+heads (memo/layer/attend.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
 import math
@@ -69,7 +74,7 @@ class Block:
         self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
         names = [t.name for t in layer_of(cfg).skeletal]
-        self.last = [t.name for t in layer_of(cfg).skeletal if t.width][-1]  # of the MLP half
+        self.end_of_mlp = [t.name for t in layer_of(cfg).skeletal if t.width][-1]  # of the MLP half
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -83,12 +88,12 @@ class Block:
     def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes `rows` of the skeletal tensors from x, none of a tensor that it does not name: token by
         token, but for attention, which runs whole if any row of attn_out is wanted. Source: MEMO 4.1."""
-        # in the forward's order: rows that are not made here came from the host, or never left the buffer
+        # in the forward's order: rows that are not made here came from the host, or never left
         rows = self.no_rows | rows
         self.queries_keys_values(s, rows)
         if len(s.attn_out[rows["attn_out"]]):
             q, out = self.attention.heads(s.q, s.attn_out, like=s.lse)  # (B, T, H/tp, D)
-            keys = [] if s.pieces else self.keys_of(s)
+            keys = [] if s.pieces else self.keys_of(s)  # pieces hold the unit's own too
             self.attention.forward(s, q, keys, out, s.lse)
         self.projection(s, rows)
         self.mlp_but_output(s, rows)
@@ -110,9 +115,9 @@ class Block:
         self.output(s, out)
 
     def queries_keys_values(self, s: Activations, rows: dict[str, slice]) -> None:
-        """Makes ln1_out, q, k, v from x."""
+        """Makes ln1_out, q, k, v from x. Heads with norms (Qwen 3) are normed and rotated later."""
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
-        self.columns(s, self.qkv(self.w), self.kept(s, "ln1_out"), rows)
+        self.columns(s, self.qkv(self.w), self.operand(s, "ln1_out"), rows)
         if s.turn is not None and not self.attention.head_norms:
             for name in "qk":
                 if rows[name] != NO_ROWS:
@@ -121,7 +126,8 @@ class Block:
             self.attention.put_keys(s, *self.keys_of(s)[0])
 
     def with_keys(self, s: Activations) -> Activations:
-        """Gives `s` its `k` and `v`, (n, tp, KV/tp), which are not a unit's own with several subsequences."""
+        """Gives a unit that has pieces its `k` and `v`, (n, tp, KV/tp): views of its own piece, where that
+        holds them as the layer makes them, else new memory."""
         if not s.pieces:
             return s
         k, v = s.pieces[-1]
@@ -142,12 +148,12 @@ class Block:
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), rows)
 
-    def kept(self, s: Activations, name: str) -> Rows:
-        """Finds the skeletal tensor `name`, an input of products, as they take it."""
+    def operand(self, s: Activations, name: str) -> Rows:
+        """Finds the skeletal tensor `name` as matrix products take it: in FP8 with its scales."""
         return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
 
     def columns(self, s: Activations, linears: dict[str, Linear], x: Rows, rows: dict[str, slice]) -> None:
-        """Makes the skeletal tensors of {name: (matrix, bias)}, each its own rows, from x (n, C)."""
+        """Makes rows[name] of each skeletal tensor of {name: (matrix, bias)} from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
             def project(r: slice, names: list[str] = names) -> Iterator[None]:
@@ -163,7 +169,7 @@ class Block:
     def norm_forward(self, name: str, x: torch.Tensor, s: Activations, r: slice) -> None:
         """Writes rows r of ln1_out or ln2_out."""
         w, b, mean, rstd = self.norm(name, s, r)
-        for piece, out in self.matmul.pieces(self.kept(s, f"{name}_out")[r], like=x[r]):
+        for piece, out in self.matmul.pieces(self.operand(s, f"{name}_out")[r], like=x[r]):
             mean_ = None if mean is None else mean[piece]
             self.ops.norm_forward(x[r][piece], w, b, out, mean_, rstd[piece], self.eps)
 
@@ -184,28 +190,28 @@ class Block:
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes mid, the end of the attention half, from x and attn_out."""
         w, r = self.w, rows["mid"]  # (n, C)
-        attn_out = s.attn_out[r].__getitem__
+        attn_out = s.attn_out[r].__getitem__  # row_forward() asks for rows of it
         row_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
 
     def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes ln2_out and what the MLP keeps from mid: the MLP half but for its output."""
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, self.mlp.linears(vars(self.w)), self.kept(s, "ln2_out"), rows)  # (n, tp, F/tp)
+        self.columns(s, self.mlp.linears(vars(self.w)), self.operand(s, "ln2_out"), rows)  # (n, tp, F/tp)
         if self.mlp.product:
             r = rows[self.mlp.product]
             hidden = [h[r] for h in self.mlp.hidden(s)]
-            for piece, out in self.matmul.pieces(self.kept(s, self.mlp.product)[r], like=hidden[0]):
+            for piece, out in self.matmul.pieces(self.operand(s, self.mlp.product)[r], like=hidden[0]):
                 self.mlp.activate([h[piece] for h in hidden], out)
 
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid and what the MLP keeps."""
         w, b = self.mlp.last_linear(vars(self.w))
-        return row_forward(self.matmul, self.tp, s.mid, partial(self.product, s), w, b, out)
+        return row_forward(self.matmul, self.tp, s.mid, partial(self.last_operand, s), w, b, out)
 
-    def product(self, s: Activations, r: slice) -> Rows:
+    def last_operand(self, s: Activations, r: slice) -> Rows:
         """Finds rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
         if self.mlp.product:
-            return self.kept(s, self.mlp.product)[r]
+            return self.operand(s, self.mlp.product)[r]
         return self.mlp.activated([h[r] for h in self.mlp.hidden(s)])
 
     # --- backward ---
@@ -221,7 +227,7 @@ class Block:
         gradients = attention.backward(s, dout_, q, self.keys_of(s), out, s.lse)
         if s.pieces:
             if attention.head_norms:  # the norm's backward wants k as it was before
-                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.kept(s, "ln1_out"), {"k": EVERY_ROW})
+                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.operand(s, "ln1_out"), {"k": EVERY_ROW})
             gradients = [*gradients, *attention.key_gradients(s, *self.keys_of(s)[0])]
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
@@ -232,9 +238,10 @@ class Block:
         return s.x
 
     def place_of_dout(self, s: Activations) -> torch.Tensor:
-        """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor whose rows the MLP half uses up,
-        piece by piece, before. They are no shorter, so that the gradient's never reach into a later piece."""
-        for used_up in (getattr(s, name) for name in ("ln2_out", self.last)):
+        """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up
+        before, piece by piece. Its rows are as long or longer, so that a piece of the gradient fits into the
+        memory of its own piece, and writes over none that is still to be read."""
+        for used_up in (getattr(s, name) for name in ("ln2_out", self.end_of_mlp)):
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)
                 return memory[:s.attn_out.numel()].view(s.attn_out.shape)
@@ -253,11 +260,11 @@ class Block:
         tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
         (w, _), (dw, db) = (self.mlp.last_linear(vars(of)) for of in (self.w, self.dw))
         message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
-        product = self.product(s, r)
+        product = self.last_operand(s, r)
         yield
         bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
         d = row_backward(self.matmul, message.wait(), product, w, dw)
-        message = self.matmul.start_gather(tp, self.kept(s, "ln2_out")[r])  # travels beside the activation's
+        message = self.matmul.start_gather(tp, self.operand(s, "ln2_out")[r])  # beside the activation's
         self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
         del product, d
         yield
@@ -279,7 +286,7 @@ class Block:
     def queries_keys_values_backward(self, dy: torch.Tensor, s: Activations, dqkv: list[torch.Tensor],
                                      r: slice) -> Iterator[None]:
         """Writes rows r of the gradient of x, by way of mid (dy) and of q, k, v, over x."""
-        message = self.matmul.start_gather(self.tp, self.kept(s, "ln1_out")[r])
+        message = self.matmul.start_gather(self.tp, self.operand(s, "ln1_out")[r])
         yield
         dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
         # one sum of three
@@ -294,11 +301,11 @@ class Block:
 
 
 class GPT:
-    """Computes a stage's part of a GPT over `parameters`, and their gradients where there are any.
+    """Holds a stage's layers over `parameters`, and their gradients where there are any.
 
     `cfg.vocab_size` must be known. `edges`: embedding and head. `blocks`: the layers, all alike. `ops`:
-    token-wise operations, `why_ops`: why these. `attention`: of a whole sequence, `prefix`: over what lies
-    before.
+    token-wise operations, `why_ops`: why these. `attention`: of a whole sequence, `prefix`: of a subsequence,
+    which sees those before it too. Buckets of parameters: the embeddings, each layer, the head.
     """
 
     def __init__(self, cfg: Layout, parameters: Parameters) -> None:
@@ -307,7 +314,8 @@ class GPT:
         kernel = resolve_attention(cfg.attention, p.device, p.dtype, cfg.head_width, aligned(cfg))
         self.ops, self.why_ops = resolve_ops(cfg.ops, p.device)
         check_products(cfg.matmul, p.device)
-        # METP's keys and values are those of one group of heads: a second hop takes little memory
+        # `ahead`: blocks on their way round the ring. METP (memo/layer/metp_block.py) sends keys and values
+        # of one group of heads at a time, so that a second block takes little memory
         self.attention, self.prefix = attention_over_ranks(kernel, mesh.tokens, cfg.context_parallel,
                                                            self.ops.merge, ahead=1 + cfg.metp)
         weights, gradients = (self.tables(parts) if parts else Tables() for parts in (
@@ -332,7 +340,8 @@ class GPT:
 
     @property
     def key_shape(self) -> tuple[int, int]:
-        """Finds (tokens for each own row, heads of each token) of keys and values over a prefix."""
+        """Finds (tokens for each own row, heads of each token) in a rank's pieces of keys and values: tokens
+        of all tp ranks, with METP of this one; Ulysses has those of all its ranks, with few heads each."""
         ranks, heads = self.prefix.ranks, self.blocks[0].attention.kv_heads
         # the ranks share the heads out, each at least one
         return (1 if self.cfg.metp else self.mesh.weights.size) * ranks, heads // math.gcd(heads, ranks)

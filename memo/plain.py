@@ -1,14 +1,15 @@
 """MEMO's training step on one device, as the paper has it (MEMO 4.1). Read this file first.
 
-Why. A layer keeps activations from its forward for its backward, 16 numbers for each token and channel. At a
-million tokens no GPU holds those of all layers. Recomputing all of them runs attention twice. Copying all of
-them to the host can take longer than the layers compute, and more memory than the host has.
+Why. A layer keeps activations from its forward for its backward, 16 numbers for each token and channel: x,
+attn_out, ln1_out, q, k, v, mid, ln2_out, 4 before the GELU and 4 behind. At a million tokens no GPU holds
+those of all layers. Recomputing all of them runs attention twice. Copying all of them to the host can take
+longer than the layers compute, and more memory than the host has.
 
 The idea. The device has two buffers, and layer k computes in buffer k % 2. The host gets a copy of each
 layer's input x and of attention's output attn_out with its statistic lse. Each row (a token) of all other
-tensors follows from the same row of these two: so the host gets a fraction alpha of the other tensors' rows,
-and the backward recomputes the rest, without attention. Three streams work at the same time. Of five layers,
-F the forward, R the recompute, B the backward:
+tensors follows from the same row of x and attn_out: so the host gets a fraction alpha of the other tensors'
+rows (memo/decide/alpha.py finds it), and the backward recomputes the rest, without attention. Three streams
+work at the same time. Of five layers, F the forward, R the recompute, B the backward:
 
     buffer     0     1     0     1     0           0     1        0        1        0
     compute    F0 ─► F1 ─► F2 ─► F3 ─► F4 ─► head  B4 ─► R3 B3 ─► R2 B2 ─► R1 B1 ─► R0 B0
@@ -17,10 +18,12 @@ F the forward, R the recompute, B the backward:
 
 Four kinds of waits keep the streams apart. A copy to the host waits until its layer has computed; F2 waits
 until layer 0 is copied, since it writes over buffer 0. The copy back of layer 2 waits until B4 has used up
-buffer 0; R2 waits until layer 2 is back. The last two layers never leave their buffers.
+buffer 0; R2 waits until layer 2 is back. The last two layers are not copied; but since the buffers share the
+memory of rows that are recomputed, B4's layer has written over those of layer 3.
 
 The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
 memo/schedule/program.py makes the list, execute.py runs it; tests/test_plain.py holds both to the same bits.
+Not here: the paper's other half, planned addresses for temporary tensors (memo/planner/plan.py).
 """
 
 from dataclasses import dataclass, field
@@ -37,26 +40,27 @@ from memo.states.protocols import Transformer
 
 
 @dataclass(eq=False)
-class Kept(Activations):
-    """Holds what a layer keeps for its backward, by name, for Block to fill and read: x, ln1_out, q, k, v,
-    attn_out, lse, mid and so on, as memo/config/layer.py lists them. Each tensor is a view of the layer's
-    buffer."""
+class Skeleton(Activations):
+    """Holds what a layer makes in its forward for its backward, by name, for Block to fill and read: x,
+    ln1_out, q, k, v, attn_out, lse, mid and so on, as memo/config/layer.py lists them. Each tensor is a view
+    of the layer's buffer."""
 
     dropped: dict[str, slice] = field(default_factory=dict)  # the rows to recompute, of each tensor
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (device, host) bytes
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (device, host) bytes
 
 
 @dataclass
 class Memory:
     """Holds the activations of all layers, and behind them an entry whose x is the last layer's output."""
 
-    layers: list[Kept]
+    layers: list[Skeleton]
     slab: HostSlab | None  # the host's memory, exactly as large as what is copied; None where nothing is
 
 
 def kept_rows(alpha: float, n: int) -> int:
     """Counts the rows out of n that survive of a tensor of which a fraction alpha survives."""
-    # products of few rows may differ in their last bits from products of many: rows go by the piece
+    # a product of few rows may differ in its last bits from one of many, so rows go by the piece, of which
+    # all survive or one is recomputed at least
     piece = max(1, min(SPLIT_ROWS, n // 16))
     fraction = alpha * (1 + 1e-12)  # 0.29 of 100 is 29, not 28
     return n if alpha >= 1 else int(min(fraction * n, n - piece) / piece) * piece
@@ -64,35 +68,37 @@ def kept_rows(alpha: float, n: int) -> int:
 
 def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.device) -> Memory:
     """Takes the buffers and the slab, once, before the first step."""
-    # n rows, one for each token. x, attn_out and lse are in no group: all of their rows survive
+    # n rows, one for each token. Tensors that can be recomputed are in a group, others, which share alpha;
+    # x, attn_out and lse are in none: all of their rows survive
     tensors, n, L = tensors_of(cfg, dtype.itemsize), n_rows(cfg), cfg.n_layer
     rows = {name: kept_rows(alpha, n) if t.group else n for name, t in tensors.items()}
-    kept = {name: t.nbytes // n * rows[name] for name, t in tensors.items()}  # bytes
+    kept_bytes = {name: t.nbytes // n * rows[name] for name, t in tensors.items()}
     # Dropped rows need no memory of their own, so the two buffers of a tensor share it:
     #     buffer 0   kept rows | shared rows
     #     buffer 1               shared rows | kept rows
     # x has three: layer k writes the next layer's x while that of layer k - 1 is still copied.
     buffers = {}
     for name, t in tensors.items():
-        size = 3 * t.nbytes if name == INPUT else t.nbytes + kept[name]
+        size = 3 * t.nbytes if name == INPUT else t.nbytes + kept_bytes[name]
         whole = torch.empty(size, dtype=torch.uint8, device=device)
-        buffers[name] = whole.split(t.nbytes) if name == INPUT else (whole[:t.nbytes], whole[kept[name]:])
-    host_bytes, used = max(0, L - 2) * sum(kept.values()), 0
+        buffers[name] = (whole.split(t.nbytes) if name == INPUT
+                         else (whole[:t.nbytes], whole[kept_bytes[name]:]))
+    host_bytes, used = max(0, L - 2) * sum(kept_bytes.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
     layers, met = [], one_sequence(cfg.block_size)  # each token sees those before it
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
-        s = Kept(meetings=[met], **{
+        s = Skeleton(meetings=[met], **{
             name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
             for name, t in tensors.items()})
         layers.append(s)
         for name, t in tensors.items():
             if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes
                 s.dropped[name] = slice(0, n - rows[name]) if k % 2 else slice(rows[name], n)
-            if slab is not None and k < L - 2 and kept[name]:
-                first = t.nbytes - kept[name] if k % 2 else 0
-                s.kept += slab.pairs(used, mine[name][first:first + kept[name]])
-                used += kept[name]
+            if slab is not None and k < L - 2 and kept_bytes[name]:
+                first = t.nbytes - kept_bytes[name] if k % 2 else 0
+                s.copied += slab.pairs(used, mine[name][first:first + kept_bytes[name]])
+                used += kept_bytes[name]
     return Memory(layers, slab)
 
 
@@ -104,7 +110,8 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: torch.Tensor,
                   targets: torch.Tensor) -> torch.Tensor:
-    """Computes the mean loss of tokens (B, T), and adds its gradients to those of the parameters."""
+    """Computes the mean loss of tokens (B, T), and adds its gradients to those of the parameters. `model`: a
+    GPT of model.py."""
     compute, offload, prefetch = streams.compute, streams.offload, streams.prefetch
     blocks, edges, layers, L = model.blocks, model.edges, memory.layers, len(model.blocks)
     computed, offloaded, done, prefetched = ([Event(f"{what} {k}") for k in range(L)] for what in (
@@ -122,9 +129,10 @@ def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: 
         if k < L - 2:
             compute.record(computed[k])
             offload.wait(computed[k])  # protects the slab from a layer that has not computed yet
-            offload.launch(f"offload {k}", copy, [(host, buffer) for buffer, host in layers[k].kept])
+            offload.launch(f"offload {k}", copy, [(host, buffer) for buffer, host in layers[k].copied])
             offload.record(offloaded[k])
-    # the head adds to the loss, and writes the gradient of the last layer's output over this
+    # the head adds the mean of len(ids) losses, times 1.0, to `loss`, and writes the gradient of the last
+    # layer's output over that
     compute.launch("head", edges.head, layers[L].x, targets.reshape(-1), len(ids), 1.0, loss)
     for k in reversed(range(L)):
         if k < L - 2:  # protects layer k from rows that are not back yet
@@ -136,7 +144,7 @@ def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: 
         if k >= 2:
             compute.record(done[k])
             prefetch.wait(done[k])  # protects layer k: its backward still reads what the copy writes over
-            prefetch.launch(f"prefetch {k - 2}", copy, layers[k - 2].kept)
+            prefetch.launch(f"prefetch {k - 2}", copy, layers[k - 2].copied)
             prefetch.record(prefetched[k - 2])
     compute.launch("embedding backward", edges.embed_backward, ids, positions, layers[0].x)
     return loss
