@@ -87,6 +87,7 @@ def random_pipelines(n, seed):
                        float(rng.choice([0.0, rng.uniform(0, 3)])), float(rng.uniform(0.1, 1.5)))
 
 
+@pytest.mark.slow
 def test_no_step_is_slower_than_with_what_each_stage_decides_for_itself():
     faster = higher = 0
     for stages in random_pipelines(60, seed=1):
@@ -151,6 +152,7 @@ def decided(host, args):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_stages_of_a_run_decide_together(dataset, tmp_path):
     shape = dict(n_layer=5, n_head=4, n_embd=64, block_size=1024, batch_size=4, pp=2, subsequences=4,

@@ -262,6 +262,7 @@ def calibrated(machine, factor, name):
     return replace(machine, name=name, speeds=hardware.Speeds(table, 0.0, itemsize), measured=True)
 
 
+@pytest.mark.slow
 def test_what_was_measured_of_a_machine_chooses_nothing(monkeypatch):
     """But its type does, where that is known."""
     monkeypatch.setattr("memo.decide.choose.MOST_SUBSEQUENCES", 8)  # for speed
@@ -300,6 +301,7 @@ def test_the_command_line(capsys):
 
 # --- runs ---
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(), dict(alpha=0.0), dict(activation="swap")])
 def test_no_timing_changes_a_bit_of_a_run(dataset, tmp_path, monkeypatch, capsys, keys):
     """Whatever seconds are measured: the same numbers, the same losses."""

@@ -464,6 +464,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_source_takes_bounded_work(tmp_path, capsys, name):
     (tmp_path / name).write_bytes(BOMBS[name][0])
@@ -473,6 +474,7 @@ def test_a_source_takes_bounded_work(tmp_path, capsys, name):
     assert re.search(BOMBS[name][1], err) and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_parquet_file_takes_bounded_work(tmp_path):
     """One text that stands there many times; a row that is too long; a reader that dies."""
     def read(column):

@@ -301,6 +301,7 @@ LAYOUTS = [("tp2", "ring", {}), ("cp2 pp2", "ring", TWO), ("tp2", "metp", FAMILI
            ("tp2 cp2", "metp", TWO), ("tp2 dp2", "metp", dict(gradient_accumulation_steps=2))]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,keys", LAYOUTS, ids=str)
 def test_layouts_agree(text, kind, keys):

@@ -53,6 +53,7 @@ def test_an_item_that_fails_hangs_or_dies_leaves_the_others(tmp_path, capsys):
     assert [name for name in ENDS if before[name] != after[name]] == ["absent"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_hour_goes_on_where_it_was(number, tmp_path):
     code = ("import sys; from bench.gpu_hour.__main__ import read_argv;"

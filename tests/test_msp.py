@@ -142,6 +142,7 @@ def pipelines(n, seed):
     return [random_stages(rng) for _ in range(n)]
 
 
+@pytest.mark.slow
 def test_the_schedules_of_all_stages_meet_with_one_queue_a_stage():
     crossed = 0
     for stages in pipelines(15, seed=1):
@@ -159,6 +160,7 @@ def test_the_schedules_of_all_stages_meet_with_one_queue_a_stage():
     assert crossed > 20  # not so as each stage has its messages by itself
 
 
+@pytest.mark.slow
 def test_each_wait_for_a_message_or_of_one_is_needed():
     seen, pairs = set(), set()
     for stages in pipelines(3, seed=2):
@@ -195,6 +197,7 @@ def test_a_message_that_is_missing_or_out_of_order_is_found():
     assert seen == {AS_SENT, MET, STAGES_CIRCLE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p,N", [(4, 8), (8, 32)])
 def test_with_free_messages_the_bubble_is_less_than_a_third(p, N):
     """80 layers, those of the 65B model."""
@@ -386,6 +389,7 @@ SHARED = [("pp2 cp2", "llama", "memo", "ring", 2), ("pp3 cp2", "gpt", "keep", "r
           ("pp2 cp2", "llama", "recompute", "ulysses", 1), ("pp2 tp2", "llama", "swap", "metp", 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout,family,mode,kind,B", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case != SHARED[0])) for case in SHARED])

@@ -89,6 +89,7 @@ def test_fingerprints_are_checked_like_all_of_meta_json(prepared, wrong):
 
 # --- a resume ---
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [
     lambda texts: texts[::-1], lambda texts: [*texts, "one document more"], lambda texts: texts[1:],
     lambda texts: [texts[0].replace("0", "1"), *texts[1:]]])

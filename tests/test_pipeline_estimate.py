@@ -78,6 +78,7 @@ def held(host, args):
     return (*found, alpha)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [
     pytest.param(2, dict(STAGES, pp=2, alpha=0.5), marks=pytest.mark.slow),
@@ -240,6 +241,7 @@ def test_it_is_only_tight_where_each_stage_would_fit_without_its_margin():
 
 # --- search ---
 
+@pytest.mark.slow
 def test_the_search_tries_stages_and_the_fastest_may_have_some():
     machine = hardware.machine("rtx4090", "pcie-server", network_bytes_per_s=1e9, gpus_per_node=1)
     cfg = load_config(["config/7b_1m.py", "--n_layer=6", "--block_size=131072", "--n_embd=2048",

@@ -75,6 +75,7 @@ def sent(program):
     return {kind: (len(each), sum(each)) for kind, each in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     dict(tp=2, device="cpu", block_size=1024), dict(tp=2, matmul="fp8"), dict(tp=4, activation="recompute"),
     dict(cp=4), ULYSSES | dict(tp=2, cp=2), LLAMA | ULYSSES | dict(cp=4), FOUR | dict(tp=2, cp=2),

@@ -269,6 +269,7 @@ def test_a_schedule_without_one_of_its_steps_is_not():
 COME, ADDED = (RULES[what] for what in ("weights", "dw"))
 
 
+@pytest.mark.slow
 def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
     seen = set()
     for instance in with_layers_that_come(instances(100, seed=5)):
@@ -415,6 +416,7 @@ def random_problem(rng):
     return Fates(n, copied, rebuilt, inputs, keys=keys), layers, N, order, seconds
 
 
+@pytest.mark.slow
 def test_seconds_of_few_layers_are_those_of_all():
     rng, few = random.Random(0), 0
     for _ in range(60):

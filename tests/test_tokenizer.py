@@ -297,6 +297,7 @@ def test_prepare_and_sample_read_special_tokens_by_one_rule(tmp_path, chat, caps
         assert capsys.readouterr().out == told + tokenizer.decode([5, 0], skip_special_tokens=False) + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["hf", "from-hf"])
 def test_the_models_tokenizer_in_any_form_is_compared_with_the_datas(tmp_path, capsys, through):
     gpt2(vocab_size=310).save_pretrained(tmp_path / "hf")
@@ -334,6 +335,7 @@ REPLACE = [dict(type="Replace", pattern=dict(String="q"), content="qq")]
 TWICE = [dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "message"), [
     (dict(normalizer=dict(type="Sequence", normalizers=REPLACE * 40)), "may make a text more than 256"),
     (dict(decoder=dict(type="Sequence", decoders=REPLACE * 40)), "may make a text more than 256 times as"),
@@ -366,6 +368,7 @@ def test_an_expression_is_tried_on_runs_and_its_failure_is_one_line(tmp_path, mo
         [*tokens.encode(["a" * 1000], slow_one, 0)]
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_encoded_piece_by_piece_and_no_further_than_it_may_be():
     own, prompt = train_tokenizer(TEXTS, 300), "\n".join(TEXTS) * 400
     ids = tokenizer.encode_text(own, prompt)
