@@ -158,7 +158,7 @@ class Bench:
     def __init__(self, host, keys, clock=time.perf_counter):
         cfg, p = Layout(**keys, tp=host.size, tensor_parallel="metp", attention="cpu"), host.size
         self.host, self.clock = host, clock
-        self.axes = {name: Slow(name, p, host.rank, host.group and host.another())
+        self.axes = {name: Slow(name, p, host.rank, host.another().group)
                      for name in ("tp", "hops", "cp")}
         mesh = Mesh(weights=self.axes["tp"], hops=self.axes["hops"], tokens=self.axes["cp"], host=host,
                     peers=host)

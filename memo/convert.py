@@ -102,8 +102,7 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
 
 def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | None,
                 end: str | None) -> dict[str, bytes]:
-    """Makes {name: content} of what transformers needs beside the weights: the files that the model came
-    with, but for what training has changed, or a config.json and `tokenizer`, with the documents' `end`."""
+    """Makes {name: content} of what transformers needs beside the weights: the model's files, or new ones."""
     source, files, of_tokenizer = out_dir / OWN, own_files(out_dir / OWN), JsonObject()
     if CONFIG in files:
         config = huggingface.overlaid(source, cfg, dtype)

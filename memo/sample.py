@@ -53,18 +53,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
     return out.reshape(q.shape)
 
 
-Cache = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, (1, tokens, Hkv, D)
-
-
-def open_cache(model: Model, tokens: int) -> Cache:
-    """Takes memory for the keys and values of one sequence of so many tokens."""
+def open_cache(model: Model, tokens: int) -> torch.Tensor:
+    """Takes memory for the keys and values of one sequence: (L, 2, 1, tokens, Hkv, D)."""
     cfg = model.cfg
-    shape = 1, tokens, cfg.kv_heads, cfg.head_width
-    return [tuple(torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-            for _ in range(cfg.n_layer)]
+    return torch.empty(cfg.n_layer, 2, 1, tokens, cfg.kv_heads, cfg.head_width, dtype=model.dtype,
+                       device=model.device)
 
 
-def prefill(model: Model, cache: Cache, prompt: list[int]) -> torch.Tensor:
+def prefill(model: Model, cache: torch.Tensor, prompt: list[int]) -> torch.Tensor:
     """Computes the logits (V,), fp32, of the token behind a prompt of several tokens; fills the cache."""
     model.reserve_forward(1, len(prompt))
     ends = [0, *accumulate(model.lengths)]
@@ -75,7 +71,7 @@ def prefill(model: Model, cache: Cache, prompt: list[int]) -> torch.Tensor:
     return model.hidden(tokens, lambda i, x: last_logits(model, x))[-1]
 
 
-def decode(model: Model, cache: Cache, token: int, position: int) -> torch.Tensor:
+def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torch.Tensor:
     """Computes the logits (V,), fp32, behind one token more. The cache has all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
     turn = model.gpt.rotations_of(positions)

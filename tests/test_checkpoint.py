@@ -28,6 +28,7 @@ from memo.config.layout import Layout
 from memo.memory.views import Piece, whole
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
+from memo.system.axis import Axis
 from model import GPT, initial_weights
 from testing.ranks import PROCESSES, TIMEOUT_S
 
@@ -62,8 +63,8 @@ def state(model, optimizer):
                                 optimizer.steps)]
 
 
-def write(out_dir, pieces, iter, cfg=CFG, group=None, **keys):
-    saver = Saver(out_dir, group, **keys)
+def write(out_dir, pieces, iter, cfg=CFG, **keys):
+    saver = Saver(out_dir, **keys)
     saver.save(pieces, as_keys(cfg), iter)
     saver.wait()
 
@@ -233,14 +234,15 @@ def a_rank(rank, out_dir):
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     dist.init_process_group("gloo", init_method=f"file://{out_dir}/meeting", rank=rank, world_size=WORLD)
-    group, large = dist.new_group(backend="gloo"), {"params.a": torch.zeros(300, 300)}
+    ranks = Axis("ranks", WORLD, rank, dist.new_group(backend="gloo"))
+    large = {"params.a": torch.zeros(300, 300)}
     for seed in range(6):
-        write(out_dir, cut(full_tensors(seed), WORLD, seed)[rank], seed, group=group)
+        write(out_dir, cut(full_tensors(seed), WORLD, seed)[rank], seed, ranks=ranks)
         dist.barrier()
         assert read_back(checkpoint.load(out_dir, rank, WORLD), full_tensors(seed), 2, seed + 100 + rank)
         dist.barrier()
 
-    limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, group, whole=5)
+    limits, saver = resource.getrlimit(resource.RLIMIT_FSIZE), Saver(out_dir, ranks, whole=5)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]) if rank == 1 else limits)
     part = [Piece("params.a", (300, 300), (100 * rank, 0), large["params.a"][100 * rank:100 * rank + 100])]
     fails(lambda: saver.save(part, as_keys(CFG), 6), saver,

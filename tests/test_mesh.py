@@ -171,7 +171,7 @@ def opened(host, cp, tp, kind):
     axes = [a for a in (mesh.weights, mesh.tokens, mesh.replicas, mesh.world) if a.size > 1]
     assert all(a.sent_bytes == 0 for a in axes) and all(a.sum(torch.ones(1)).item() == a.size for a in axes)
     groups = {a.group for a in axes}
-    waits = {g._get_backend(CPU).options._timeout for g in (*groups, host.group, host.another())}
+    waits = {g._get_backend(CPU).options._timeout for g in (*groups, host.group, host.another().group)}
     mesh.close()
     return len(groups), sent, waits
 

@@ -7,8 +7,7 @@
     out_dir/ckpt/<iter>.damaged/            a damaged checkpoint: a run went on from the one before it
 
 Batches depend on the seed and the iteration only, so `iter` is the position in the data too. A checkpoint
-without moments (memo.convert makes them) starts a run of its own. Reading one executes nothing.
-"""
+without moments (memo.convert makes them) starts a run of its own. Reading one executes nothing."""
 
 import contextlib
 import os
@@ -37,11 +36,12 @@ from memo.memory.slab import HostSlab
 from memo.memory.views import Piece, is_finite, whole
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.axis import come
+from memo.system.axis import Axis, come
 from memo.system.command import progress, start_thread
 from memo.system.files import JsonObject, own_folder, regular, save_bytes, sync_folder
 
 READ_BYTES = 2**24
+ALONE = Axis("one process")
 STAGED_BYTES = 2**24  # of a block of page-locked memory: enough for a bus's full speed
 T = TypeVar("T")
 LESS = "try a lower --learning_rate or more --warmup_iters"
@@ -56,19 +56,17 @@ def crc32(path: Path) -> int:
 
 
 class Saver:
-    """Writes checkpoints in the background; every rank makes the same calls. `group`: a gloo group of all
-    ranks that nothing else uses; None: one process. `pin`: copy from a GPU through page-locked memory.
-    `keep`: how many stay, beside one that no step has followed yet; on a full disk one. `whole`: the newest
-    whole one's iteration. `read`: reads a piece's tensor when it is written; pieces then have shapes only.
-    `copies`: copy pieces, which may change soon. `lease`: whether an out_dir is still this run's."""
+    """Writes checkpoints in the background; every rank makes the same calls. `ranks`: all of them, over a
+    group that nothing else uses. `pin`: copy from a GPU through page-locked memory. `keep`: how many stay,
+    beside one that no step has followed yet; on a full disk one. `whole`: the newest whole one's iteration.
+    `read`: reads a piece's tensor when it is written; pieces then have shapes only. `copies`: copy pieces,
+    which may change soon. `lease`: whether an out_dir is still this run's."""
 
-    def __init__(self, out_dir: str | Path, group: dist.ProcessGroup | None = None, pin: bool = True,
-                 keep: int = 1, whole: int | None = None,
-                 read: Callable[[Piece], torch.Tensor] | None = None, copies: bool = True,
-                 lease: Callable[[Path], bool] = lambda out: True) -> None:
+    def __init__(self, out_dir: str | Path, ranks: Axis = ALONE, pin: bool = True, keep: int = 1,
+                 whole: int | None = None, read: Callable[[Piece], torch.Tensor] | None = None,
+                 copies: bool = True, lease: Callable[[Path], bool] = lambda out: True) -> None:
         self.lease, self.folder = lease, Path(out_dir) / manifest.CHECKPOINT
-        self.group, self.keep, self.whole = group, keep, whole
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks, self.keep, self.whole = ranks, keep, whole
         self.thread: threading.Thread | None = None
         self.error: CheckpointError | DataError | BadState | None = None
         self.read, self.copies = read, copies and read is None
@@ -98,8 +96,7 @@ class Saver:
             self.taken.wait()
 
     def wait(self) -> None:
-        """Waits for the save under way. Errors, raised once, on every rank: CheckpointError: a rank failed,
-        the previous one is whole; BadState, DataError: what is to be saved is not good."""
+        """Waits for the save under way. Errors, once, on every rank: CheckpointError, BadState, DataError."""
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -113,15 +110,15 @@ class Saver:
     def close(self) -> None:
         """Waits like join(), and gives the group back. The last call of all."""
         self.join()
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-        self.group = None
+        if self.ranks.group is not None:
+            dist.destroy_process_group(self.ranks.group)
+        self.ranks = ALONE
 
     def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
-        """Copies the fp32 pieces to host memory, from a GPU through two small page-locked blocks, for its
-        copies to other memory are slow. `reached`: a GPU's event behind the pieces' last change."""
+        """Copies the fp32 pieces to host memory. `reached`: a GPU's event behind their last change."""
         if reached is None:
             return [p._replace(tensor=torch.empty(p.tensor.shape).copy_(p.tensor)) for p in pieces]
+        # through two small page-locked blocks: a GPU's copies to other memory are slow
         copies, device = [torch.empty(p.tensor.shape) for p in pieces], pieces[0].tensor.device
         n = STAGED_BYTES // 4
         parts = [part for copy, p in zip(copies, pieces, strict=True)
@@ -180,7 +177,7 @@ class Saver:
                 if latest(self.folder.parent):
                     self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
         finally:
-            if self.error and self.rank == 0 and temporary != path:
+            if self.error and self.ranks.rank == 0 and temporary != path:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.pieces = None  # as large as the optimizer's states
             self.taken.set()
@@ -195,16 +192,15 @@ class Saver:
 
     def together(self, work: Callable[..., T], *args: object) -> list[T]:
         """Calls work(*args) on every rank -> all results. An error on one rank is raised on all."""
+        result: object
         try:
-            results: list = [work(*args)]
+            result = work(*args)
         except DataError as e:
-            results = [e]
+            result = e
         except Exception as e:
-            results = [CheckpointError(reason(e))]
+            result = CheckpointError(reason(e))
         come(manifest.SAVE, "part")
-        if self.group is not None:
-            [own], results = results, [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(results, own, self.group)
+        results: list = self.ranks.objects(result)
         for result in results:
             if isinstance(result, (CheckpointError, DataError)):
                 raise result
@@ -212,9 +208,8 @@ class Saver:
 
     def on_first(self, work: Callable[..., T], *args: object) -> T:
         """Calls work(*args) on rank 0 -> its result, on every rank. An error is raised on all."""
-        results: list = self.together(lambda: None if self.rank else work(*args))
-        result: T = results[0]
-        return result
+        results: list = self.together(lambda: None if self.ranks.rank else work(*args))
+        return results[0]
 
     def check_lease(self, out: Path) -> None:
         """Raises CheckpointError where the folder is another run's, or removed."""
@@ -233,7 +228,7 @@ class Saver:
     def write_files(self, folder: Path, pieces: list[Piece]) -> dict[str, list[int]]:
         """Writes this rank's files -> {name: [bytes, crc32]}."""
         from memo.checkpoint import dcp  # takes a second: a run starts without it
-        return dcp.write(folder, pieces, self.group, self.read)
+        return dcp.write(folder, pieces, self.ranks.group, self.read)
 
     def commit(self, path: Path, temporary: Path, stored: JsonObject) -> None:
         """Makes the finished folder the newest checkpoint."""
@@ -302,8 +297,7 @@ class Checkpoint:
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,
          passed_over: Mapping[Path, str] = {}) -> Checkpoint:
-    """Opens the newest checkpoint in `out_dir` not in `passed_over`; each of `world` ranks checks a part of
-    the files. Errors: CheckpointError: there is none; Damaged: a file is missing, cut short or corrupt."""
+    """Opens manifest.newest(); each of `world` ranks checks a part of the files. Errors: as that one."""
     path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)
@@ -331,8 +325,8 @@ def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) 
 
 
 def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
-    """Calls work() on the newest intact Checkpoint in `out_dir`, where a run may go on and remove some
-    meanwhile. A damaged one is passed over for the one before, with a warning. Errors: none is intact."""
+    """Calls work() on the newest intact Checkpoint in `out_dir`, from which a run may remove some meanwhile;
+    passes damaged ones over, with a warning. Errors: CheckpointError: none is intact."""
     passed_over: dict[Path, str] = {}
     while True:
         try:
@@ -362,16 +356,14 @@ def check_model(ckpt: Checkpoint, model: Model, prefixes: list[str]) -> None:
 
 
 def restore(ckpt: Checkpoint, model: Model, optimizer: Optimizer | None = None) -> None:
-    """Sets master weights, moments and the count of steps, or without an optimizer the model's parameters.
-    Sends nothing to other ranks. Errors, as check_model(), come before anything is overwritten."""
+    """Sets the optimizer's states, or without one the model's parameters, after check_model()."""
     moments = {**ckpt.shapes("exp_avg"), **ckpt.shapes("exp_avg_sq")}
     check_model(ckpt, model, ["params", "exp_avg", "exp_avg_sq"] if moments and optimizer else ["params"])
     if optimizer is None:
         model.load(ckpt.tensors("params"))
         return
-    pieces = optimizer.pieces()
-    ckpt.read([p for p in pieces if moments or p.name.startswith("params.")])
-    for p in pieces:
-        if not (moments or p.name.startswith("params.")):
-            p.tensor.zero_()
+    ckpt.read([p for p in optimizer.pieces() if moments or p.name.startswith("params.")])
+    if not moments:
+        optimizer.exp_avg.zero_()
+        optimizer.exp_avg_sq.zero_()
     optimizer.steps.fill_(ckpt.iter)

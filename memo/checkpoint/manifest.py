@@ -27,8 +27,7 @@ class Damaged(CheckpointError):
 
 
 def read_error(folder: Path, path: Path, e: OSError | ValueError) -> CheckpointError:
-    """Makes the error of a checkpoint's file that raised `e`: Damaged where its content is wrong,
-    CheckpointError where the disk or a permission is at fault, which may pass."""
+    """Makes the error of a file that raised `e`: Damaged, or CheckpointError where the fault may pass."""
     text = f"{path} cannot be read ({reason(e)})"
     wrong = isinstance(e, (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError))
     if wrong or getattr(e, "errno", 0) in (errno.EINVAL, errno.ELOOP):  # no regular file; links in a ring
@@ -70,8 +69,7 @@ def manifest_text(stored: JsonObject) -> str:
 
 
 def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, JsonObject]:
-    """Finds (folder, manifest) of the newest checkpoint, but for {folder: why} `passed_over`. Errors:
-    Damaged; CheckpointError: there is none, or all are passed over."""
+    """Finds (folder, manifest) of the newest checkpoint not `passed_over`. Errors: CheckpointError."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))

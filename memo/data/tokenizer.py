@@ -104,8 +104,7 @@ def content(token: Json) -> str | None:
 
 
 def told_tokens(folder: Path) -> Iterator[tuple[float, AddedToken]]:
-    """Yields (id or infinity, token), by id, of what the files in `folder` add to a vocabulary or call
-    special. Errors: ConfigError; Exception: they are not as transformers writes them."""
+    """Yields (id or infinity, token), by id, that files in `folder` add or call special. Errors: any."""
     said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
     special = {content(t) for t in (*map(said.get, NAMES), *said.get("additional_special_tokens", ()))}
     told: dict[str | None, tuple[float, dict]] = {text: (math.inf, {}) for text in special if text}
@@ -193,8 +192,7 @@ def refuse(e: BaseException, what: str) -> NoReturn:
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads the tokenizer of a tokenizer.json or a folder, in any form, without cuts and padding. None where
-    there is none. Errors: OtherForm; ConfigError: it is damaged, or cannot encode."""
+    """Reads the tokenizer of a file or folder, in any form; None where there is none. Errors: ConfigError."""
     try:
         with no_stderr():
             check_work(Path(path))
@@ -277,8 +275,8 @@ def chat_templates(folder: Path) -> str:
 
 
 def end_of_document(tokenizer: Tokenizer, path: str | Path = "", given: str | None = None) -> str:
-    """Chooses the token that ends every document: the one `given`, else what files beside the tokenizer name,
-    else the special one of ENDS. Errors: ConfigError: none, several, or it ends a chat's turns."""
+    """Chooses the token that ends a document: `given`, else what files beside the tokenizer name, else of
+    ENDS. Errors: ConfigError: none, several, or it ends a chat's turns."""
     added = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
     known = [token for token in ENDS if added.get(token)]
     folder = folder_of(Path(path)) if path else None

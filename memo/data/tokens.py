@@ -175,8 +175,7 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
 
 def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
                  dtype: np.dtype) -> dict[str, dict[str, int]]:
-    """Writes whole documents: every 20th to val.bin, of fewer than 20 the last, of a single one its last 20th
-    -> {split: {tokens, documents}}. Errors: ConfigError: it is too short."""
+    """Writes documents, every 20th to val.bin, of fewer the last, of one its end -> {split: counts}."""
     counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
     start, done = 0, 0  # where train's last document starts; documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:

@@ -1,8 +1,8 @@
 """Offline dynamic storage allocation: addresses for buffers of known size and lifespan, at the least peak.
 
-`solve` hands one Problem to a solver; `validate`, which shares no code with the solvers, checks each result.
-Problems are first reduced without loss: time is cut where no buffer is alive, and only moments remain where
-a greatest set of buffers is alive; bytes become multiples of the sizes' unit. Source: MEMO 4.2."""
+`solve` hands parts of a Problem to a solver; `validate`, which shares no code with these, checks the result.
+Parts are reduced without loss: cut where no buffer is alive, to the moments where a greatest set of buffers
+is; bytes become multiples of the sizes' unit. Source: MEMO 4.2."""
 
 import time
 from bisect import bisect_left

@@ -1,11 +1,9 @@
 """The solvers of a placement problem: greedy, the paper's mixed-integer program, CP-SAT, CP-SAT on blocks.
 
-All see a Part, in which time is reduced to ranks and bytes to units without loss. A solver is a function of
-the part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest` (the highest peak that
-is still of use) and its seconds. It returns (offsets or None, a proven lower bound of the peak, seconds that
-it took). The bound says nothing up to `stop`, since no solver looks for a lower peak. Seconds are of work:
-steps of one thread are counted, as on one core of some machine, and no clock is read, so that a result is the
-same on every machine, however busy. Source: MEMO 4.2."""
+A solver is a function of a Part, `best` (the offsets to beat), `stop` (the peak at which to stop), `highest`
+(the highest peak that is still of use) and its seconds. It returns (offsets or None, a proven lower bound of
+the peak, which says nothing up to `stop`, seconds that it took). Seconds are of work: steps of one thread are
+counted, no clock is read: a result is the same on every machine, however busy. Source: MEMO 4.2."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -36,8 +34,6 @@ UNIT_S, UNIT_BUFFER_S = 20, 1 / 150
 ROOT_S, ROOT_PAIRS_S, NODE_S = 4e-3, 9e-6, 1.2e-5
 
 Found = tuple[list[int] | None, int, float]  # what a solver returns
-# what a MIP solver gets: size, i, j, M, least, best, stop, as mip() says
-Program = tuple[np.ndarray, np.ndarray, np.ndarray, float, float, np.ndarray, float]
 Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: offsets, bound, seconds
 
 
@@ -76,8 +72,7 @@ def part_of(lower: Sequence[int], upper: Sequence[int], size: Sequence[int]) -> 
 
 
 def greedy(part: Part, stop: int, seconds: float = inf) -> tuple[list[int], float]:
-    """Finds (offsets, seconds taken): the best of several orderings of best fit, each buffer into the lowest
-    of the tightest gaps that take it. Without `seconds` it tries one ordering."""
+    """Finds (offsets, seconds taken) by best fit, into the lowest of the tightest gaps, in several orders."""
     if len(part.size) == 1:
         return [0], 0.0
     n, took = len(part.size), 0.0
@@ -158,8 +153,7 @@ def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float
 
 
 def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """Solves by CP-SAT for blocks of buffers, turn by turn others, and longer. The requests of a network come
-    in stacks and rows: most good placements keep some of these together."""
+    """Solves by CP-SAT for blocks of buffers, in turns: good placements keep stacks and rows together."""
     left, n, offsets = COARSE_SHARE * seconds, len(part.size), None
     for turn in range(3 * len(TURNS) if FEW <= n <= MANY else 0):
         fraction, waste = TURNS[turn % len(TURNS)]
@@ -238,9 +232,9 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
     i, j = np.nonzero(np.triu((born[:, None] < died) & (born < died[:, None]), 1))
     if len(i) > MOST_PAIRS:
         return None, 0, 0.0
-    program = (np.array(part.size, float), i, j, float(M), float(max(stop, part.load)),
-               np.array(best, float), float(stop))
-    values, bound, took = (_gurobi if gurobi else _highs)(program, seconds)
+    values, bound, took = (_gurobi if gurobi else _highs)(
+        np.array(part.size, float), i, j, float(M), float(max(stop, part.load)), np.array(best, float),
+        float(stop), seconds)
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
@@ -259,13 +253,13 @@ def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> li
     return offsets
 
 
-def _highs(program: Program, seconds: float) -> Relaxed:
-    """Solves a Program by HiGHS. Nothing comes of it where there are not the seconds for the first node."""
+def _highs(size: np.ndarray, i: np.ndarray, j: np.ndarray, M: float, least: float, best: np.ndarray,
+           stop: float, seconds: float) -> Relaxed:
+    """Solves mip()'s program by HiGHS. Nothing comes of it without the seconds for the first node."""
     try:
         import highspy
     except ImportError:
         return lacking("highspy")
-    size, i, j, M, least, best, stop = program
     pairs = len(i)
     root_s = pairs * (ROOT_S + ROOT_PAIRS_S * pairs)
     nodes = int((seconds - root_s) / (NODE_S * pairs))
@@ -291,9 +285,9 @@ def _highs(program: Program, seconds: float) -> Relaxed:
     return offsets, info.mip_dual_bound, root_s + max(0, info.mip_node_count) * NODE_S * pairs
 
 
-def _gurobi(program: Program, seconds: float) -> Relaxed:
-    """Solves a Program by Gurobi, whose licence is the user's; where there is none by HiGHS, and says so."""
-    size, i, j, M, least, best, stop = program
+def _gurobi(size: np.ndarray, i: np.ndarray, j: np.ndarray, M: float, least: float, best: np.ndarray,
+            stop: float, seconds: float) -> Relaxed:
+    """Solves it by Gurobi, whose licence is the user's; where there is none by HiGHS, and says so."""
     first, second = i.tolist(), j.tolist()
     settings = dict(WorkLimit=seconds, Threads=1, BestObjStop=stop, MIPGap=0.0, IntFeasTol=TOLERANCE,
                     FeasibilityTol=TOLERANCE)
@@ -316,7 +310,7 @@ def _gurobi(program: Program, seconds: float) -> Relaxed:
     except gurobipy.GurobiError as error:
         why = str(error)
     say(f"gurobi: {why}; going on with HiGHS")
-    return _highs(program, seconds)
+    return _highs(size, i, j, M, least, best, stop, seconds)
 
 
 @cache

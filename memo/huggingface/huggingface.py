@@ -16,7 +16,7 @@ from memo.system.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open
 
 CONFIG = "config.json"
 OWN = "hf_files"  # of out_dir: the files that came with a model, as they came
-GIVE_FOLDER = "give a local folder of a model in safetensors"
+GIVE_FOLDER, GIVE_OTHER = "give a local folder of a model in safetensors", "give the folder of another model"
 # leave the model as it is: dropout is a way to train, pretraining_tp an order of sums, summary another head's
 HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
     eos_token_id pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop
@@ -102,8 +102,7 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
     """Translates `hf`, the fields of the config.json at `path`, into memo's keys. Errors: ConfigError."""
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"{path}: model_type={kind!r:.100} must be one of {', '.join(FAMILIES)}; give the "
-                          "folder of another model")
+        raise wrong(path, "model_type", kind, f"one of {', '.join(FAMILIES)}", GIVE_OTHER)
     family = FAMILIES[kind]
     check_fields(path, hf, family)
     name, eps = family.norm_eps
@@ -111,7 +110,7 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
     keys |= family.keys | dict(norm_eps=float_field(path, name, hf.get(name, eps)))
     keys["tie_embeddings"] = tied = hf.get("tie_word_embeddings", family.tied)
     if type(tied) is not bool:
-        raise ConfigError(f"{path}: tie_word_embeddings={tied!r:.100} must be true or false; {GIVE_FOLDER}")
+        raise wrong(path, "tie_word_embeddings", tied, "true or false")
     if family is GPT2:
         F, C = hf.get("n_inner"), keys["n_embd"]
         return keys | dict(gelu="exact" if hf.get("activation_function") == "gelu" else "tanh",
@@ -138,8 +137,12 @@ def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
         value = hf.get(name)
         if value is not None and value not in allowed:
             rule = " or ".join(map(repr, allowed))
-            raise ConfigError(f"{path}: {name}={value!r:.100} must be {rule}, memo has nothing else; give "
-                              "the folder of another model")
+            raise wrong(path, name, value, f"{rule}, memo has nothing else", GIVE_OTHER)
+
+
+def wrong(path: Path, name: str, value: Json, rule: str, remedy: str = GIVE_FOLDER) -> ConfigError:
+    """Makes the error of a field that breaks a rule."""
+    return ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
 
 
 def size_field(path: Path, name: str, value: Json) -> int:
@@ -152,7 +155,7 @@ def size_field(path: Path, name: str, value: Json) -> int:
 
 def float_field(path: Path, name: str, value: Json) -> float:
     if type(value) not in (int, float) or not 0 <= value < 2**63:
-        raise ConfigError(f"{path}: {name}={value!r:.100} must be a number, at least 0; {GIVE_FOLDER}")
+        raise wrong(path, name, value, "a number, at least 0")
     return float(value)
 
 
@@ -167,16 +170,14 @@ def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> Non
     reach = "memo attends to all tokens before; to train it so, {} there"
     types = hf.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
-        raise ConfigError(f"{path}: layer_types={types!r:.100} must be full_attention in every layer; "
-                          + reach.format("make it so"))
+        raise wrong(path, "layer_types", types, "full_attention in every layer", reach.format("make it so"))
     if hf["model_type"].startswith("qwen"):
         used = hf.get("use_sliding_window") or False
         if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
             return
     if window is not None and not (type(window) is int and window >= S):
-        raise ConfigError(f"{path}: sliding_window={window!r:.100} must be null, or at least {S}, the "
-                          "length of the run; " + reach.format("set it to null")
-                          + f", or give a smaller {option}")
+        raise wrong(path, "sliding_window", window, f"null, or at least {S}, the length of the run",
+                    reach.format("set it to null") + f", or give a smaller {option}")
 
 
 def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
@@ -196,7 +197,7 @@ def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
 def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json, JsonObject]:
     """Reads (rope_theta, scaling without what is as usual) from one of the two fields."""
     if not isinstance(hf[name], dict):
-        raise ConfigError(f"{path}: {name}={hf[name]!r:.100} must be an object; {GIVE_FOLDER}")
+        raise wrong(path, name, hf[name], "an object")
     scaling = {k: v for k, v in hf[name].items() if v is not None}
     theta = scaling.pop("rope_theta", hf.get("rope_theta"))
     part = scaling.pop("partial_rotary_factor", 1.0)
@@ -276,8 +277,7 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
 # --- the files that came with a model ---
 
 def own_files(folder: Path) -> dict[str, bytes]:
-    """Reads {name: content} of what a model's folder has beside the weights: config.json, tokenizer,
-    templates. What is too large together is left out, with a warning. Errors: OSError."""
+    """Reads {name: content} of a model's files beside the weights, as far as MOST_TEXT_CHARS go."""
     contents, room = {}, MOST_TEXT_CHARS
     templates = (folder / "additional_chat_templates").glob("*.jinja")
     files = [p for p in (*folder.iterdir(), *templates) if p.is_file()] if folder.is_dir() else []

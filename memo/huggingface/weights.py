@@ -97,8 +97,7 @@ def tensors_in(path: Path) -> list[Stored]:
 
 
 def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
-    """Finds {transformers' name without its prefix: Stored} of all weights; only headers are read. Errors:
-    ConfigError: one of `cfg` is missing, has another shape or kind, or is not the model's."""
+    """Finds {transformers' name without its prefix: Stored}, from headers alone. Errors: ConfigError."""
     folder, kind = Path(folder), family_of(cfg)
     stored: dict[str, Stored] = {}
     for path, indexed in weight_files(folder).items():
@@ -209,8 +208,7 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
 
 def save_weights(folder: Path, cfg: Config, read: Callable[[str], torch.Tensor | None],
                  dtype: torch.dtype) -> None:
-    """Writes the tensors of a model into `folder`, in turn, with an index for several files. `read`: as in
-    export_tensors(). Errors: ConfigError; whatever stops the writing, no file is left."""
+    """Writes export_tensors() in turn, with an index for several files. If that fails, no file is left."""
     shapes, tensors = hf_shapes(cfg), export_tensors(cfg, read, dtype)
     sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = file_names(sizes, SHARD_BYTES)
@@ -250,8 +248,7 @@ def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Itera
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
-    """Reads the tokenizer beside the weights, or None: in a form that memo does not read it just goes along.
-    Errors: ConfigError: it cannot be used, or has more tokens than the model."""
+    """Reads the tokenizer beside the weights; None: none that memo reads. Errors: ConfigError: unusable."""
     with suppress(OtherForm):
         if tokenizer := find_tokenizer(folder):
             check_vocab_size(tokenizer, folder, cfg.vocab_size)

@@ -3,9 +3,8 @@
 Shapes: q, out and their gradients (B, T, H, D), k, v and theirs (B, T, Hkv, D), any strides with D innermost;
 lse (B, H, T) fp32, natural logarithm, scale included. Query head h reads head h Hkv // H of keys and values,
 which no kernel copies. A causal mask aligns the first query with the first key. A backward takes out and lse
-of all keys that its queries see, which may be more than it is given. The kernel is chosen once, see
-memo/kernels/backends.py; which queries meet which keys is said in memo/layer/attend.py.
-"""
+of all keys that its queries see, which may be more than it is given. See memo/kernels/backends.py for the
+choice, memo/layer/attend.py for which queries meet which keys."""
 
 import importlib
 import inspect
@@ -152,8 +151,7 @@ def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Param
 
 def bound(module: ModuleType, name: str, needed: Sequence[str],
           optional: Sequence[str] = ()) -> Callable[..., Result]:
-    """Makes module.<name> a function of keywords, the same for all versions of its package: `needed`, and
-    of `optional` those that it has. Errors: Unusable where its parameters are others."""
+    """Makes module.<name> a function of the keywords `needed`, and `optional` ones. Errors: Unusable."""
     if not hasattr(module, name):
         raise Unusable(f"it has no {module.__name__}.{name}")
     function = getattr(module, name)
@@ -254,8 +252,7 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
                       aligned: bool = True) -> Kernel:
-    """Finds the Kernel called `name`, for "auto" the fastest one there is; on the meta device any.
-    `aligned`: see backends.Facts. Errors: ConfigError where a named one cannot serve."""
+    """Finds the Kernel called `name`, for "auto" the fastest; on the meta device any. Errors: ConfigError."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
             name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")

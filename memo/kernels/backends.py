@@ -64,8 +64,7 @@ def order(facts: Facts) -> tuple[str, ...]:
 
 
 def check_matmul(cfg: Config, capability: tuple[int, int], itemsize: int) -> None:
-    """Checks that a GPU of a compute capability, (0, 0) for a CPU, has cfg.matmul in a dtype of
-    `itemsize`. Source: memo/kernels/fp8.py. Errors: ConfigError."""
+    """Checks that a GPU of this compute capability, (0, 0): a CPU, has cfg.matmul. Errors: ConfigError."""
     if cfg.matmul != "fp8" or capability == (0, 0):
         return
     if capability < LEAST_FP8:
@@ -126,8 +125,7 @@ def passed_over(name: str, facts: Facts) -> str:
 
 
 def first_that_serves(key: str, name: str, whys: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Finds (the first of {kernel: why it cannot serve, empty where it can}, those before it). `name`: what
-    `key` asks for, auto or the only one. Errors: ConfigError: that one cannot serve."""
+    """Finds (the first of {kernel: why it cannot serve} that can, those before it). Errors: ConfigError."""
     if name != "auto" and whys[name]:
         raise ConfigError(f"{key}={name} is not available: {whys[name]}; try {key}=auto")
     before = [*takewhile(whys.get, whys)]
@@ -135,8 +133,7 @@ def first_that_serves(key: str, name: str, whys: Mapping[str, str]) -> tuple[str
 
 
 def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
-    """Finds (the kernel called `name`, or for "auto" the first of order() that can serve; why those before
-    it were not taken, in one line). Errors: ConfigError where a named one cannot serve."""
+    """Finds (the kernel called `name`, for "auto" the first that can serve; why not those before it)."""
     whys = ({kernel: passed_over(kernel, facts) for kernel in order(facts)} if name == "auto"
             else {name: missing(name, facts)})
     name, before = first_that_serves("attention", name, whys)
@@ -144,8 +141,7 @@ def choose_kernel(name: str, facts: Facts) -> tuple[str, str]:
 
 
 def kernel_of(cfg: Config, machine: Machine) -> str:
-    """Finds the kernel that a run would take on a Machine: what is named counts as installed, `auto` has
-    what torch of requirements.txt brings along. Errors: ConfigError."""
+    """Finds the kernel that a run would take on a Machine; a named one is installed. Errors: ConfigError."""
     device = "cpu" if machine.cpu else "cuda"
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
@@ -158,11 +154,10 @@ def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: boo
                multiprocessors: int = 0) -> list[int]:
     """Lists the bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D)
     and k, in its order: all alive at once. The gradient of the queries is summed up in fp32; by flash and
-    flash_attn_2, where deterministic, in so many copies that each multiprocessor has one. Where query
-    heads share keys, flash and flash_attn_2 make the gradients of keys and values for each query head and
-    sum them then, flash_attn_3 and 4 sum them up in fp32. cuDNN's are one request: what cudnn-frontend
-    takes (node/scaled_dot_product_flash_attention.h), and for those gradients a guess, fp32 for each query
-    head: what cuDNN itself takes is not published. Counters are left out."""
+    flash_attn_2, where deterministic, in a copy for each multiprocessor. Of shared keys flash and
+    flash_attn_2 make gradients for each query head and sum them then, flash_attn_3 and 4 sum in fp32.
+    cuDNN's are one request: what cudnn-frontend takes (node/scaled_dot_product_flash_attention.h), and for
+    those gradients a guess, fp32 for each query head. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k

@@ -13,17 +13,15 @@ For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the
               for rows so much smaller than the largest one that e5m2 has no exponent for them
 
 A row's scale is of that row alone, so that a range of rows gets the same bits as all of them, whatever the
-other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used: the
-time for that is little at the lengths here. Those that travel (METP) are rounded where they come from: half
-the bytes are on the way, and products of many pieces of rows take them as they are.
+other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used, which
+takes little time; those that travel (METP) where they come from: half the bytes are on the way.
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with
 scales of rows a result in bf16, and e4m3 as the second operand; compute capability 8.9 and above. That of
-8.9 takes rows that lie one behind the other, whatever the strides say: backends.check_matmul() refuses tp
-there. Source: pytorch's aten/src/ATen/native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and RowwiseScaledMM.cu
-(check_inputs, f8f8bf16_rowwise_impl_sm89). `use_fast_accum`, sums of fewer bits, serves in the forward alone,
-as in torchao (float8/config.py: gemm_config_output).
+8.9 ignores the strides of rows: backends.check_matmul() refuses tp there. Source: pytorch's aten/src/ATen/
+native/cuda/ScaledBlas.cpp (_scaled_mm_out_cuda) and RowwiseScaledMM.cu (check_inputs,
+f8f8bf16_rowwise_impl_sm89). `use_fast_accum`, sums of fewer bits, serves in the forward alone, as in torchao.
 """
 
 import importlib.util
@@ -182,8 +180,7 @@ def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor | Matrix, out
 
 
 def failing(device: torch.device) -> str:
-    """Says in a line why a CUDA device computes no FP8 products with scales of rows; empty where it does.
-    torch has none for some GPUs of capability 12.0 (pytorch issue 192707)."""
+    """Says why a CUDA device computes no FP8 products, as some do not (pytorch issue 192707); else empty."""
     x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         forward(rows(x[None]), x, x[None])

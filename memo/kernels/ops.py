@@ -256,8 +256,7 @@ def failing(name: str, device: torch.device) -> str:
 
 
 def resolve_ops(name: str, device: torch.device, launch: bool = True) -> tuple[Ops, str]:
-    """Finds (the Ops called `name`, or for "auto" the fastest ones; what is to be said of the choice).
-    With `launch` each kernel is tried. Errors: ConfigError where named ones cannot serve."""
+    """Finds (the Ops called `name` or the fastest, why). `launch`: each is tried. Errors: ConfigError."""
     whys = {kernels: lacking(kernels, device) for kernels in (AUTO if name == "auto" else (name,))}
     if launch and device.type == "cuda":
         whys |= {kernels: failing(kernels, device) for kernels, why in whys.items()

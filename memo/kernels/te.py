@@ -1,25 +1,22 @@
 """What memo takes of transformer-engine (ops=te): norms, and the FP8 product that adds to an fp32 gradient
-where it lies. Versions 2.2 to 2.20 have these functions of transformer_engine_torch alike; installed() holds
-what pybind11 says of their parameters against SIGNATURES before any is called. Source: TransformerEngine's
-transformer_engine/pytorch/csrc/extensions/{pybind,normalization,activation,apply_rope,gemm}.cpp, read up to
-v2.18; 2.20.2 runs on null CUDA.
+where it lies. docs/kernels.md says why other functions, which give results in new tensors, are not taken.
 
-te's functions give results in new tensors, but for these; docs/kernels.md says why others are not taken.
+Versions 2.2 to 2.20 have these alike; installed() holds what pybind11 says of their parameters against
+SIGNATURES before any is called. Source: TransformerEngine's transformer_engine/pytorch/csrc/extensions/
+{pybind,normalization,gemm}.cpp, read up to v2.18; 2.20.2 runs on null CUDA.
 
 FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
-pieces need the bits that they had, so a scale may not be a whole piece's; and a weight's gradient, which sums
-over rows, would want both operands quantised once more, along the columns. So scales are memo's
-(memo/kernels/fp8.py), and te makes the gradient of a weight, whose operands have one scale each, in place, as
-torch._scaled_mm cannot. The workspace of te's product is memo's: a request that the memory plan knows.
+pieces need the bits that they had, so scales are memo's (memo/kernels/fp8.py), and te makes only the gradient
+of a weight, whose operands have one scale each, in place, as torch._scaled_mm cannot. The workspace of te's
+product is memo's: a request that the memory plan knows.
 """
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import namedtuple
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -43,12 +40,9 @@ CHUNK_ELEMENTS = 2**26  # of rows at a time, where these are narrow
 
 
 # --- the package ---
-Call = Callable[..., Any]  # of a library without types
-
 
 def misfit(function: Callable[..., object], wanted: list[str]) -> str:
-    """Says how a function differs from one that takes `wanted`, by position, as pybind11 has it in the
-    docstring; empty where it does not."""
+    """Says how a function of pybind11 differs from one that takes `wanted`, by position; else empty."""
     parts = re.split(r"[(,] ?(?=\w+: )", (function.__doc__ or "").partition("\n")[0])[1:]
     has = [(part.partition(":")[0], " = " not in part) for part in parts]  # (name, whether it must be given)
     for i, name in enumerate(wanted):
@@ -68,19 +62,10 @@ def imported(*names: str) -> list[ModuleType]:
         raise Unusable(f"transformer-engine cannot be imported ({why}); see docs/install.md") from None
 
 
-@dataclass(frozen=True)
-class Package:
-    """Holds the package's functions of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q, scale)`:
-    q * scale, q in FP8, scale fp32 (1,); `label`: name and version."""
-
-    layernorm_fwd: Call
-    rmsnorm_fwd: Call
-    layernorm_bwd: Call
-    rmsnorm_bwd: Call
-    generic_gemm: Call
-    dtype: Mapping[torch.dtype, object]
-    float8: Call
-    label: str = ""
+Package = namedtuple("Package", "layernorm_fwd rmsnorm_fwd layernorm_bwd rmsnorm_bwd generic_gemm dtype "
+                                "float8 label")
+Package.__doc__ = """Holds the package's functions of SIGNATURES; `dtype`: its names of torch's dtypes;
+`float8(q, scale)`: q * scale, q in FP8, scale fp32 (1,); `label`: name and version."""
 
 
 @cache
@@ -138,7 +123,7 @@ META = Package(
     layernorm_fwd=lambda *args: meta_norm_forward(*args, statistics=2),
     rmsnorm_fwd=lambda *args: meta_norm_forward(*args, statistics=1),
     layernorm_bwd=meta_norm_backward, rmsnorm_bwd=meta_norm_backward, generic_gemm=lambda *args: None,
-    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale)
+    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale, label="")
 
 
 def package(x: torch.Tensor) -> Package:
@@ -149,8 +134,7 @@ def package(x: torch.Tensor) -> Package:
 # --- norms: see memo.kernels.ops.Ops ---
 
 def pieces(x: torch.Tensor, *others: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
-    """Yields chunks() of rows x (N, C) and others, which te's norms take: they count elements in 32 bits,
-    and refuse tensors without any. Narrow rows, as heads have, come many at once."""
+    """Yields chunks() of rows x (N, C) and others: te counts elements in 32 bits, and refuses none at all."""
     if len(x):
         yield from chunks(x, *others, most=max(CHUNK_ROWS, CHUNK_ELEMENTS // x.shape[1]))
 

@@ -86,8 +86,8 @@ def available() -> int:
 
 
 def host_bytes(host_memory_gb: float | Literal["auto"], local_ranks: int = 1, reserved: int = 0) -> int:
-    """This rank's share of the host's memory for swapping: what `host_memory_gb` (1e9 bytes) grants the host,
-    or what is free there beside `reserved` bytes. Errors: more than that granted."""
+    """Counts this rank's share of what `host_memory_gb` (1e9 bytes) grants the host, or of what is free there
+    beside `reserved` bytes. Errors: OutOfHostMemory: more than that granted."""
     return granted_bytes(host_memory_gb, available(), reserved, "what is free on this host") // local_ranks
 
 

@@ -1,9 +1,8 @@
 """Record and replay of memory requests inside torch's allocator interface: the Python side of allocator.cpp.
 
 The requests of a segment (a layer's forward, say) without a plan are served by torch and recorded, once; with
-one they get their planned addresses in the arena. A request that the plan does not have, or whose place is
-taken, is a miss: torch serves it, it is counted and reported once for each segment. What is requested outside
-the segments never comes near the plan. Source: MEMO 4.3.3."""
+one they get their planned addresses in the arena. What the plan does not have, or whose place is taken, is a
+miss, which torch serves; it is reported once for each segment. Source: MEMO 4.3.3."""
 
 import ctypes
 import hashlib
@@ -153,8 +152,7 @@ class Arena:
             raise Unavailable("this torch's allocator has another interface")
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
-        """Calls work(*args) as the segment `label`, words with single spaces. Segments do not nest. A closed
-        arena leaves requests to torch."""
+        """Calls work(*args) as the segment `label`. Segments do not nest. A closed arena calls it alone."""
         if not self.close.alive:
             return work(*args)
         if " ".join(label.split()) != label or not label or "#" in label:
@@ -170,8 +168,7 @@ class Arena:
             self.lib.memo_end(failed)
 
     def stats(self, reset_peak: bool = False) -> Stats:
-        """Counts Stats since the start; peak_bytes since a reset: the highest byte used of the arena, and in
-        a segment that is being recorded the most bytes in use."""
+        """Counts Stats since the start; peak_bytes, since a reset, of the arena, or of what is recorded."""
         out = (ctypes.c_int64 * len(Stats._fields))()
         if self.close.alive:
             self.lib.memo_stats(self.handle, reset_peak, out)

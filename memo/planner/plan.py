@@ -1,8 +1,7 @@
 """The memory plan: from the requests of a training step to an address for each of them.
 
-A Trace is the step's log, `malloc <tensor> <bytes>` and `free <tensor> <bytes>`, with `begin <segment>` and
-`end <segment>` around the pieces of the step: the embedding, a layer's forward, the head, a layer's backward,
-the optimizer. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
+A Trace is the step's log, with `begin <segment>` and `end <segment>` around the pieces of the step, such as a
+layer's forward. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
 pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2."""
 
 import hashlib

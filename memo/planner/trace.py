@@ -50,8 +50,7 @@ class Trace:
 
 
 def checked_trace(events: list[Entry], lines: list[int] | None = None, where: str = "requests") -> Trace:
-    """Checks (verb, name, bytes), read from those `lines` of a file -> Trace, with one segment, WHOLE, where
-    none is marked. Errors: LogError: a tensor's requests do not match, or segments do not."""
+    """Checks (verb, name, bytes), read from `lines` -> Trace; WHOLE if none is marked. Errors: LogError."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):

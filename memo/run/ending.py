@@ -44,8 +44,7 @@ def save_and_wait(run: Run, saver: checkpoint.Saver) -> None:
 
 
 def save_last(run: Run) -> None:
-    """Saves the steps done, in another folder where out_dir cannot take them, and waits. Errors:
-    TrainingError, on all ranks: it says where they are saved, if they are."""
+    """Saves the steps done, here or elsewhere, and waits. Errors: TrainingError, on all ranks: not here."""
     with contextlib.suppress(CheckpointError):  # of the save before
         run.saver.wait()
     try:
@@ -64,7 +63,7 @@ def save_last(run: Run) -> None:
     if folder is None:
         raise TrainingError(error)
     try:
-        save_and_wait(run, checkpoint.Saver(folder, run.saver.group, run.cfg.pin_memory,
+        save_and_wait(run, checkpoint.Saver(folder, run.saver.ranks, run.cfg.pin_memory,
                                             copies=run.saver.copies))
     except ConfigError as e:
         if run.speaks:

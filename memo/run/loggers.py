@@ -61,8 +61,8 @@ def is_step(row: dict) -> bool:
 
 
 def read_metrics(path: str | Path, damaged: list[str] | None = None) -> list[dict]:
-    """Reads a metrics.jsonl, but for the lines that a kill, a full disk or a bit cut short or changed, whose
-    beginnings go to `damaged`. Errors: OSError; ConfigError: it is too large."""
+    """Reads a metrics.jsonl, but for lines cut short or changed, whose beginnings go to `damaged`. Errors:
+    OSError; ConfigError: it is too large."""
     rows = []
     with open(open_file(path), errors="replace") as f:
         if (size := os.fstat(f.fileno()).st_size) > MOST_METRICS:

@@ -6,9 +6,7 @@ model has of the longer context. A loss that falls is no proof: the text may bec
 
 Needles: random tokens, a key and a value, take the place of some tokens of a text, and the key stands again
 at its end. Which of the value's tokens does the model predict, and how much likelier than without the needle?
-
-What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum.
-"""
+What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

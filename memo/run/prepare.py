@@ -188,9 +188,8 @@ def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
 
 
 def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
-    """Chooses the CHOSEN_KEYS -> (these, why, in words): the checkpoint's, while they fit, for they make the
-    bits of the losses; else the fastest on a machine of this type. Where an estimate fails, which is not
-    worth a run, the checkpoint's, or the fewest. Errors: ConfigError."""
+    """Chooses the CHOSEN_KEYS -> (these, why): the checkpoint's, while they fit, for the losses' bits; else
+    the fastest on a machine of this type; where an estimate fails the fewest. Errors: ConfigError."""
     cfg, saved = found.cfg, saved_keys(found.ckpt)
     before, stages = saved_choice(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
@@ -215,8 +214,7 @@ def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
 
 
 def saved_keys(ckpt: checkpoint.Checkpoint | None) -> Keys:
-    """Reads the keys of a checkpoint whose run has chosen some, "asked" among them; none of a run with
-    numbers by hand, or from memo.convert."""
+    """Reads the keys of a checkpoint whose run has chosen some, "asked" among them; else none."""
     stored = dict(ckpt.config) if ckpt and "asked" in ckpt.config else {}
     if stored and "states" not in stored:  # a younger key: without it they were on the device
         return stored | dict(states="device", asked=stored["asked"] | dict(states="auto"))
@@ -234,8 +232,7 @@ def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) ->
 
 
 def restarted(argv: list[str], name: str, read_argv: Callable) -> Path | None:
-    """Finds the out_dir with a checkpoint of the run called `name`, where torchrun starts that again after a
-    failure; the run may have gone on beside the out_dir that it was given."""
+    """Finds the folder, out_dir or beside it, with a checkpoint of the run `name`, which starts again."""
     with suppress(ConfigError):  # check_rank() tells them
         out = Path(read_argv(argv)[0].out_dir).absolute()
         for folder in (*out.parent.glob(f"{escape(out.name)}-" + "?" * 8), out):
@@ -246,7 +243,7 @@ def restarted(argv: list[str], name: str, read_argv: Callable) -> Path | None:
 
 
 def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, dict[Path, str]]:
-    """Runs check(passed_over) on all ranks -> (the result on this rank, passed_over: {folder: why}). A
+    """Runs check(passed_over) on all ranks -> (its result on this rank, passed_over: {folder: why}). A
     checkpoint that is damaged, on whichever rank, is passed over for the one before it."""
     passed_over: dict[Path, str] = {}
 

@@ -60,8 +60,7 @@ class Short(Edges):
 
 
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
-    """Traces a rank of cfg.tp and cfg.cp on "cuda" or "cpu". Nothing is recomputed, which needs no requests
-    beyond the forward's; but keys and values that are made again need some."""
+    """Traces a rank of cfg.tp and cfg.cp on "cuda" or "cpu". To recompute rows needs no other requests."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: Keys = dict(activation="keep", alpha="auto")
     sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.by_layer

@@ -3,11 +3,9 @@
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
 piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Also
 summed: pieces of a matrix that two stages hold, over both; gradients of what all tp ranks hold, over these.
-
 With optimizer_device=cpu states and steps are the host's: see memo/states/staging.py. With states=sharded a
 layer's sums of gradients are kept in pieces, and its parameters made of the master weights when they are
-needed (stages 2 and 3); with states=host both come from the host. Source: ZeRO (arXiv 1910.02054).
-"""
+needed (stages 2 and 3); with states=host both come from the host. Source: ZeRO (arXiv 1910.02054)."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -59,14 +57,14 @@ def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Te
 
 
 class Optimizer:
-    """Owns this rank's shard of the fp32 master weights (the parameters themselves, where those are fp32 and
-    whole) and of the two moments, flat, bucket behind bucket, on `cfg.optimizer_device`."""
+    """Owns this rank's shard of fp32 master weights and two moments, flat, on `cfg.optimizer_device`."""
 
     def __init__(self, model: Model, cfg: Layout) -> None:
         self.model, self.cfg, data = model, cfg, model.mesh.replicas
         on_host = cfg.optimizer_on_host
         device = torch.device("cpu") if on_host else model.device
         numel = model.buckets[-1][1] // data.size
+        # parameters that are fp32 and whole are their own master weights
         in_place = data.size == 1 and model.dtype == torch.float32 and not on_host and not cfg.layers_come
         self.master = model.params if in_place else torch.zeros(numel, device=device)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
@@ -97,8 +95,7 @@ class Optimizer:
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def find_parts(self, on_host: bool, tp: int) -> None:
-        """Finds what this rank owns of each bucket: `decays`, whether the weights decay; `split`, what each
-        tp rank has a part of; `shared`, what all tp ranks hold, and its gradients."""
+        """Finds Ranges of each bucket: `decays`; `split` over tp ranks; `shared`, which all of these hold."""
         self.decays: list[list[tuple[Range, bool]]] = []
         self.split: list[list[Range]] = []
         self.shared: list[list[tuple[Range, torch.Tensor]]] = []
@@ -149,8 +146,7 @@ class Optimizer:
         return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
 
     def copies(self) -> Iterator[tuple[str, int]]:
-        """Yields (name, digest) of what is held twice, by the same name: parameters that stay, of all
-        replicas; what they are rounded from; norms and tied matrices, with moments."""
+        """Yields (name, digest) of what is held twice: parameters, their master weights, shared moments."""
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, p in model.layout.items():
@@ -185,8 +181,7 @@ class Optimizer:
                                "message has failed; this state is not saved, what was saved before is whole")
 
     def pieces(self, saved: bool = False) -> list[Piece]:
-        """Lists views of this rank's part of all states; with `saved` what it is to save, nothing twice,
-        after check_copies(): all ranks call it. Waits for a step under way."""
+        """Lists views of this rank's states, after a step; `saved`, on all ranks: checked, nothing twice."""
         self.model.settle()
         if saved:
             self.check_copies()

@@ -45,8 +45,7 @@ class Work(Protocol):
 
 
 class Works(Generic[T]):
-    """Holds messages under way. wait() holds up the device's stream (on CUDA not the host) and gives
-    `received`. The tensors must stay until then, and so must the Works."""
+    """Holds messages under way, and their tensors. wait() holds up the device's stream, not a CUDA host."""
 
     def __init__(self, works: Sequence[Work | Future[list[object]]], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
@@ -174,8 +173,7 @@ class Axis:
                           x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Hop:
-        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done one after
-        the other: one may send what the one before it brings, without a wait for that."""
+        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done in order."""
         received = [torch.empty_like(t) for t in tensors]
         to, source = ((self.rank + d) % self.size for d in (1, -1))
         return Works(self.post("shift", tensors, received, to=to, source=source), tensors, received)
@@ -199,8 +197,7 @@ class Axis:
                ((dist.isend, sent, "to"), (dist.irecv, received, "source")) for t in ts]
         if kind == "shift" and received[0].is_cpu:  # NCCL has a stream for shifts
             return [self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])]
-        works: Sequence[Work] = dist.batch_isend_irecv(ops)
-        return works
+        return dist.batch_isend_irecv(ops)
 
     def warm(self, kinds: Iterable[str], device: torch.device) -> None:
         """Sends first messages, short and long, by these methods: communicators take their memory."""
@@ -213,11 +210,10 @@ class Axis:
         synchronize(device)
         self.sent_bytes = 0
 
-    def another(self) -> dist.ProcessGroup | None:
-        """Makes another gloo group of the same ranks, for a second thread; None for a single rank."""
-        if self.size == 1:
-            return None
-        return dist.new_group(dist.get_process_group_ranks(self.group), FOREVER, "gloo")
+    def another(self) -> "Axis":
+        """Makes the same line of ranks over another gloo group, for a second thread."""
+        ranks = self.group and dist.get_process_group_ranks(self.group)
+        return Axis(self.name, self.size, self.rank, ranks and dist.new_group(ranks, FOREVER, "gloo"))
 
     def objects(self, value: T) -> list[T]:
         """Gathers the value of each rank; anything that can be pickled."""

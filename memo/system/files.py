@@ -126,8 +126,7 @@ def plain_name(name: object) -> bool:
 
 
 def fingerprint(path: str | Path, whole: bool) -> str:
-    """Hashes a file: 16 digits of the sha256 of its length and of stretches all over it, which are soon read;
-    with `whole` 16 more, of all its bytes. Errors: OSError."""
+    """Hashes a file: 16 digits of its length and stretches; with `whole` 16 more, of all. Errors: OSError."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())

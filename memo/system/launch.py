@@ -125,8 +125,7 @@ def together(host: Axis, work: Callable[..., T], *args: object) -> T:
 def of_first(host: Axis, work: Callable[..., T], *args: object) -> T:
     """Calls work(*args) on rank 0, as together() does -> its result, on all ranks."""
     results: list = host.objects(together(host, lambda: None if host.rank else work(*args)))
-    result: T = results[0]
-    return result
+    return results[0]
 
 
 def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:

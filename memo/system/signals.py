@@ -58,8 +58,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raises Interrupted at a signal meanwhile, or ends the process where the main thread does not come to
-    that within HEAR_S: in C++ it may wait for another rank."""
+    """Raises Interrupted at a signal meanwhile; ends the process where C++ does not hear it in HEAR_S."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)  # what is written there is the signal's number
