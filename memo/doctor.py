@@ -38,14 +38,14 @@ import torch
 import torch.distributed as dist
 
 from memo.config.config import Config
-from memo.errors import ConfigError, OutOfHostMemory, reason
+from memo.errors import ConfigError, OutOfHostMemory, Unusable, reason
 from memo.kernels import fp8
 from memo.kernels.attention import facts_of, resolve_attention
 from memo.kernels.backends import cudnn_version, order, passed_over
 from memo.kernels.ops import OPS, lacking, resolve_ops
 from memo.memory.slab import HostSlab, available, numa_node
 from memo.parallel.mesh import ALONE, connected, open_axis
-from memo.planner.allocator import Arena, Unavailable
+from memo.planner.allocator import Arena
 from memo.run.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.system import launch
 from memo.system.axis import Axis
@@ -177,7 +177,7 @@ def memory_plan(here: Here) -> Iterator[Finding]:
     try:
         Arena(here.device).close()
         yield Finding("memory plan's library", f"built or loaded in {time.perf_counter() - began:.1f} s")
-    except Unavailable as e:
+    except Unusable as e:
         yield Finding("memory plan's library", "none", "", f"{e}; or give --memory_plan=off")
 
 

@@ -21,7 +21,7 @@ class DataError(ConfigError):
 
 
 class Unusable(Exception):
-    """A package that is not there, or of another interface. One line."""
+    """What is not there, or of another interface: a package, a compiler, memory to plan. One line."""
 
 
 class CheckpointError(ConfigError):

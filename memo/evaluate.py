@@ -153,8 +153,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
     cfg, device = asked.cfg, asked.device
     facts = code() | asked.questions.data.fingerprints | dict(
         device=device.type, dtype=str(asked.dtype), checkpoint=asked.ckpt.iter)
-    same_everywhere(host, as_keys(cfg) | vars(asked.args) | facts,
-                    "start all ranks with the same command, memo and data, on hosts that are alike")
+    same_everywhere(host, as_keys(cfg) | vars(asked.args) | facts)
     for why in passed_over.values():
         warn(f"checkpoint passed over: {why}")
     launch.take(device)

@@ -21,8 +21,9 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
+from memo.errors import Unusable
 from memo.parallel.mesh import connected
-from memo.planner.allocator import Unavailable, load_library
+from memo.planner.allocator import load_library
 from memo.system import launch
 from memo.system.command import run
 from memo.system.launch import Launch
@@ -156,7 +157,7 @@ def children(pid: int) -> list[int]:
 @cache
 def pool(size: int) -> Ranks:
     """The pool of `size` ranks."""
-    with suppress(Unavailable):
+    with suppress(Unusable):
         load_library()  # the ranks, which start at once, would build it one beside the other
     made = Ranks(size)
     atexit.register(made.close)

@@ -17,9 +17,10 @@ import torch
 
 import train
 from memo.config.layout import Layout
+from memo.errors import Unusable
 from memo.memory.placement import Placement
 from memo.planner import allocator
-from memo.planner.allocator import Arena, Unavailable
+from memo.planner.allocator import Arena
 from memo.planner.plan import Plan
 from memo.run.rehearsal import rehearsed_requests, traced_requests
 from memo.states.passes import Model
@@ -232,7 +233,7 @@ def test_without_a_compiler_that_works_there_is_no_arena(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     allocator.load_library.cache_clear()
-    with pytest.raises(Unavailable, match="g\\+\\+ failed: this is no compiler"):
+    with pytest.raises(Unusable, match="g\\+\\+ failed: this is no compiler"):
         Arena(CPU)
     allocator.load_library.cache_clear()
 
@@ -372,7 +373,7 @@ def test_the_arena_grows_while_planned_blocks_are_in_use(arena):
 
 def test_no_memory_for_the_arena_is_a_warning(arena, capsys):
     plan = Plan(2**60, 2**60, 64, "greedy", 0.0, {"piece": ((1000, 0),)}, ())
-    with pytest.raises(Unavailable, match="no memory for an arena of 1.074e\\+09 GiB"):
+    with pytest.raises(Unusable, match="no memory for an arena of 1.074e\\+09 GiB"):
         arena.install(plan)
     arena.run("piece", three)
     assert arena.settle() and arena.stats().misses == 0
@@ -448,7 +449,7 @@ def test_without_a_compiler_training_goes_on_without_the_plan(dataset, tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     allocator.load_library.cache_clear()
-    with pytest.raises(Unavailable, match=r"there is no C\+\+ compiler"):
+    with pytest.raises(Unusable, match=r"there is no C\+\+ compiler"):
         Arena(CPU)
     assert main(dataset, tmp_path / "out", "--max_iters=2") == 0
     out = capsys.readouterr()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from memo import doctor
-from memo.errors import OutOfHostMemory
+from memo.errors import OutOfHostMemory, Unusable
 from memo.parallel.mesh import ALONE
-from memo.planner.allocator import Unavailable
 from memo.system.command import run
 from testing.ranks import TIMEOUT_S, start_ranks
 
@@ -53,7 +52,7 @@ def test_a_machine_without_a_fault(capsys, monkeypatch):
 
 def test_no_compiler(capsys, monkeypatch, tmp_path):
     def lacking(device):
-        raise Unavailable("there is no C++ compiler, g++ (No such file or directory)")
+        raise Unusable("there is no C++ compiler, g++ (No such file or directory)")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "Arena", lacking)
     monkeypatch.setattr(doctor, "speeds", lambda here: iter(()))

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from memo.dsa.problem import solve
+from memo.errors import ConfigError
 from memo.planner.__main__ import main
 from memo.planner.plan import NEAR, Levels, Plan, cached_plan, plan_trace
-from memo.planner.trace import LogError, Trace, checked_trace, parse_trace
+from memo.planner.trace import Trace, checked_trace, parse_trace
 from memo.system.command import run
 from memo.system.files import keep_json, kept_json, readable_json
 
@@ -126,7 +127,7 @@ def test_repeated_segments():
     leaves = parse_trace("begin a\nmalloc 1 8\nend a\nfree 1 8\n").repeated([("a", "a"), ("b", "a")])
     assert [verb for verb, *_ in leaves.events] == ["begin", "keep", "end"] * 2
     crossing = parse_trace("begin a\nmalloc 1 8\nend a\nbegin b\nfree 1 8\nend b\n")
-    with pytest.raises(LogError):  # what goes from one segment to another cannot be repeated
+    with pytest.raises(ConfigError):  # what goes from one segment to another cannot be repeated
         crossing.repeated([("b", "b"), ("a", "a")])
 
 

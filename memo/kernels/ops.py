@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from memo.errors import Unusable
 from memo.kernels import te
 from memo.kernels.backends import first_that_serves
 from memo.kernels.rows import chunks, own_ids
@@ -227,7 +228,12 @@ def lacking(name: str, device: torch.device) -> str:
         return "they need a CUDA device"
     if not importlib.util.find_spec("triton"):
         return "triton is not installed"
-    return te.lacking() if name == "te" else ""
+    if name == "te":
+        try:
+            te.installed()
+        except Unusable as e:
+            return str(e)
+    return ""
 
 
 def failing(name: str, device: torch.device) -> str:

@@ -95,15 +95,6 @@ def installed() -> Package:
     return Package(**taken, dtype=constants.TE_DType, float8=float8, label=label)
 
 
-def lacking() -> str:
-    """Says why the package cannot be called; empty where it can."""
-    try:
-        installed()
-    except Unusable as e:
-        return str(e)
-    return ""
-
-
 # --- in its place on "meta": what it requests ---
 
 def meta_norm_forward(x: torch.Tensor, *_: object, statistics: int) -> list[torch.Tensor | None]:

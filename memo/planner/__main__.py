@@ -7,7 +7,7 @@ from dataclasses import asdict
 from memo.dsa.problem import add_options
 from memo.errors import ConfigError, reason
 from memo.planner.plan import Plan, plan_trace
-from memo.planner.trace import LogError, Trace, parse_trace, requests_of
+from memo.planner.trace import Trace, parse_trace, requests_of
 from memo.system.command import Arguments, end_with_reader, progress, run
 from memo.system.files import check_other, read_table, save_json
 
@@ -39,10 +39,10 @@ def main(argv: list[str]) -> None:
         try:
             text = read_table(args.log)
         except (OSError, ValueError) as e:
-            raise LogError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
+            raise ConfigError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
         trace = parse_trace(text, args.log)
     if not any(r.planned for r in requests_of(trace)[0]):
-        raise LogError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
+        raise ConfigError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")
     n, limit = len(trace.events), args.time_limit
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
         plan = plan_trace(trace, args.solver, args.alignment, limit, args.one_level)

@@ -21,9 +21,9 @@ from typing import TypeVar
 
 import torch
 
-from memo.errors import warn
+from memo.errors import ConfigError, Unusable, warn
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
-from memo.planner.trace import LogError, Trace, parse_trace
+from memo.planner.trace import Trace, parse_trace
 from memo.system.command import progress
 from memo.system.files import cache_place, keep, kept, open_file, regular
 
@@ -33,12 +33,8 @@ Planned = namedtuple("Planned", "trace plan")
 Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
 
 
-class Unavailable(RuntimeError):
-    """Tells that requests cannot be recorded or replayed: no compiler, say. Training can go on without."""
-
-
 def compile_library(folder: str | Path, *flags: str) -> Path:
-    """Builds the library with g++, the first time, in seconds -> its path. Errors: Unavailable, OSError."""
+    """Builds the library with g++, the first time, in seconds -> its path. Errors: Unusable, OSError."""
     where = Path(torch.__file__).parent
     command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
                f"-L{where / 'lib'}", "-lc10",
@@ -52,10 +48,10 @@ def compile_library(folder: str | Path, *flags: str) -> Path:
                 with progress(lambda: "building the memory plan's library with g++, once"):
                     done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
             except OSError as e:
-                raise Unavailable(f"there is no C++ compiler, g++ ({e.strerror})") from None
+                raise Unusable(f"there is no C++ compiler, g++ ({e.strerror})") from None
             if done.returncode or not built.exists():
                 why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
-                raise Unavailable(f"g++ failed: {why}")
+                raise Unusable(f"g++ failed: {why}")
             keep(built.read_bytes(), library)
     return library
 
@@ -85,7 +81,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
-    """Opens the library in `folder`; builds it again where it cannot be. Errors: Unavailable, OSError."""
+    """Opens the library in `folder`; builds it again where it cannot be. Errors: Unusable, OSError."""
     path = compile_library(folder, *flags)
     try:
         return open_library(path)
@@ -97,7 +93,7 @@ def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
 
 @cache
 def load_library(*flags: str) -> ctypes.CDLL:
-    """Loads the compiled library. Errors: Unavailable."""
+    """Loads the compiled library. Errors: Unusable."""
     folder, why = cache_place()
     if folder is None:
         warn(f"compiled code is not kept from run to run: {why}")
@@ -108,7 +104,7 @@ def load_library(*flags: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="memo-", ignore_cleanup_errors=True) as private:
             return library_of(private, *flags)  # some seconds at every start
     except (OSError, ValueError, AttributeError) as e:
-        raise Unavailable(f"its library cannot be built or loaded ({e})") from None
+        raise Unusable(f"its library cannot be built or loaded ({e})") from None
 
 
 class NoArena:
@@ -132,7 +128,7 @@ class Arena:
     """Records and places a model's temporary tensors: `run(label, work, *args)` is a segment, settle() the
     boundary of a step, `plans` all that was planned so far, [(trace, plan)]. A segment stays on one stream,
     and on the device that was current when the plan came: a free place may be given away at once. `guard`:
-    check live blocks on every request, and on the CPU fill what is freed with NaN. Errors: Unavailable."""
+    check live blocks on every request, and on the CPU fill what is freed with NaN. Errors: Unusable."""
 
     def __init__(self, device: torch.device, solver: str = "auto", guard: bool = False,
                  flags: Sequence[str] = ()) -> None:
@@ -142,14 +138,14 @@ class Arena:
         if cuda:
             torch.cuda.init()
         if why := self.lib.memo_install(cuda):
-            raise Unavailable(why.decode())
+            raise Unusable(why.decode())
         self.handle = self.lib.memo_open(cuda, guard)
         # the arena's memory is given back with the last tensor in it
         self.close = weakref.finalize(self, self.lib.memo_close, self.handle)
         self.run("probe", partial(torch.empty, 1, device=device))
         self.recorded()
         if self.stats().requests != 1:
-            raise Unavailable("this torch's allocator has another interface")
+            raise Unusable("this torch's allocator has another interface")
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         """Calls work(*args) as the segment `label`. Segments do not nest. A closed arena calls it alone."""
@@ -186,26 +182,26 @@ class Arena:
             return False
         try:
             self.replay(self.recorded())
-        except (LogError, Unavailable) as e:
+        except (ConfigError, Unusable) as e:
             print(f"warning: memory plan: {e}; torch serves these segments", file=sys.stderr)
             return False
         return True
 
     def replay(self, trace: Trace) -> None:
-        """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unavailable."""
+        """Plans `trace`, or finds its plan in the cache, and installs that. Errors: Unusable."""
         plan = cached_plan(trace, cache_place()[0], self.solver, ALIGNMENT[self.device.type])
         self.install(plan)
         self.plans.append(Planned(trace, plan))
 
     def install(self, plan: Plan) -> None:
-        """Gives the segments of `plan` its addresses. Errors: Unavailable: no memory for the arena."""
+        """Gives the segments of `plan` its addresses. Errors: Unusable: no memory for the arena."""
         if plan.arena_bytes > (before := self.stats().arena_bytes):
             self.lib.memo_reserve(self.handle, 0)
             torch.cuda.empty_cache()  # of the old arena, and of what the recorded step left behind
             if why := self.lib.memo_reserve(self.handle, plan.arena_bytes):
                 why = why.decode().splitlines()[0]
                 self.lib.memo_reserve(self.handle, before)
-                raise Unavailable(f"no memory for an arena of {plan.arena_bytes / 2**30:.4g} GiB ({why})")
+                raise Unusable(f"no memory for an arena of {plan.arena_bytes / 2**30:.4g} GiB ({why})")
         for label, requests in plan.segments.items():
             columns = [n for n, _ in requests], [-1 if offset is None else offset for _, offset in requests]
             array = ctypes.c_int64 * len(requests)

@@ -11,10 +11,6 @@ VERBS = {"malloc": 2, "free": 2, "keep": 2, "begin": 1, "end": 1}  # and how man
 Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or "end", segment, 0)
 
 
-class LogError(ConfigError):
-    """Tells of a request log that cannot be, in one line: file, line, value, rule."""
-
-
 @dataclass(frozen=True)
 class Trace:
     """Holds a step's memory requests in order: (verb, tensor, bytes), or ("begin" or "end", segment, 0). A
@@ -50,40 +46,41 @@ class Trace:
 
 
 def checked_trace(events: list[Entry], lines: list[int] | None = None, where: str = "requests") -> Trace:
-    """Checks (verb, name, bytes), read from `lines` -> Trace; WHOLE if none is marked. Errors: LogError."""
+    """Checks (verb, name, bytes), read from `lines` -> Trace; WHOLE if unmarked. Errors: ConfigError."""
     live: dict[str, int] = {}
     total, segment, seen = 0, OUTSIDE, set()
     for i, (verb, name, nbytes) in enumerate(events):
         at = f"{where}:{lines[i] if lines else i}: {verb} {name}" + f" {nbytes}" * (VERBS[verb] == 2)
         if VERBS[verb] == 2 and nbytes <= 0:
-            raise LogError(f"{at}: bytes={nbytes} must be at least 1")
+            raise ConfigError(f"{at}: bytes={nbytes} must be at least 1")
         if verb in ("malloc", "keep") and name in live:
-            raise LogError(f"{at}: it is allocated already, {live[name]} bytes; free it first")
+            raise ConfigError(f"{at}: it is allocated already, {live[name]} bytes; free it first")
         if verb == "malloc":
             live[name] = nbytes
             total += nbytes
             if total >= 10**18:
-                raise LogError(f"{at}: bytes in use at one time must stay below 1e18")
+                raise ConfigError(f"{at}: bytes in use at one time must stay below 1e18")
         elif verb == "free":
             if name not in live:
-                raise LogError(f"{at}: it is not allocated here; a free needs a malloc of its own before it")
+                raise ConfigError(f"{at}: it is not allocated here; a free needs a malloc of its own before "
+                                  "it")
             if nbytes != (allocated := live.pop(name)):
-                raise LogError(f"{at}: bytes={nbytes} must be {allocated}, as in its malloc")
+                raise ConfigError(f"{at}: bytes={nbytes} must be {allocated}, as in its malloc")
             total -= nbytes
         elif verb == "begin":
             if segment != OUTSIDE:
-                raise LogError(f"{at}: segment {segment!r} must end first, segments do not nest")
+                raise ConfigError(f"{at}: segment {segment!r} must end first, segments do not nest")
             if name in seen:
-                raise LogError(f"{at}: there was a segment of this name already; give each its own")
+                raise ConfigError(f"{at}: there was a segment of this name already; give each its own")
             segment = name
             seen.add(name)
         elif verb == "end":
             if segment != name:
                 why = f"the segment that began must end, {segment!r}" if segment else "it did not begin"
-                raise LogError(f"{at}: {why}")
+                raise ConfigError(f"{at}: {why}")
             segment = OUTSIDE
     if segment != OUTSIDE:
-        raise LogError(f"{where}: segment {segment!r} must end before the log does")
+        raise ConfigError(f"{where}: segment {segment!r} must end before the log does")
     if events and not seen:
         return Trace((("begin", WHOLE, 0), *events, ("end", WHOLE, 0)))
     return Trace(tuple(events))
@@ -128,7 +125,7 @@ def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]
 
 
 def parse_trace(text: str, where: str = "requests") -> Trace:
-    """Parses a text log; empty lines and what follows # are skipped. Errors: LogError."""
+    """Parses a text log; empty lines and what follows # are skipped. Errors: ConfigError."""
     events: list[Entry] = []
     lines = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -137,18 +134,18 @@ def parse_trace(text: str, where: str = "requests") -> Trace:
             continue
         at = f"{where}:{number}"
         if verb not in VERBS:
-            raise LogError(f"{at}: {verb!r} must be one of {', '.join(VERBS)}")
+            raise ConfigError(f"{at}: {verb!r} must be one of {', '.join(VERBS)}")
         if VERBS[verb] == 1:
             if not words:
-                raise LogError(f"{at}: {verb} needs the name of a segment")
+                raise ConfigError(f"{at}: {verb} needs the name of a segment")
             events.append((verb, " ".join(words), 0))
         else:
             if len(words) != 2:
-                raise LogError(f"{at}: {line.strip()!r} must be {verb} <tensor> <bytes>")
+                raise ConfigError(f"{at}: {line.strip()!r} must be {verb} <tensor> <bytes>")
             if not words[1].removeprefix("-").isdecimal():
-                raise LogError(f"{at}: bytes={words[1]!r} must be a whole number")
+                raise ConfigError(f"{at}: bytes={words[1]!r} must be a whole number")
             if len(words[1]) > 18:
-                raise LogError(f"{at}: bytes={words[1]} must be below 1e18")
+                raise ConfigError(f"{at}: bytes={words[1]} must be below 1e18")
             events.append((verb, words[0], int(words[1])))
         lines.append(number)
     return checked_trace(events, lines, where)

@@ -18,7 +18,7 @@ from memo.config.keys import Keys
 from memo.config.layer import ATTENTION, groups_of
 from memo.decide.step_seconds import StateSeconds, UnitRates
 from memo.decide.where import Rates
-from memo.errors import ConfigError
+from memo.errors import ConfigError, Unusable
 from memo.estimate.pipeline_seconds import ADAMW_BYTES
 from memo.estimate.roofline import ATTENTION_BACKWARD, PASSES
 from memo.kernels import fp8
@@ -29,7 +29,7 @@ from memo.kernels.ops import gelu_backward, gelu_forward, resolve_ops
 from memo.memory.buffers import Swap, copy_bytes
 from memo.memory.slab import HostSlab, available
 from memo.parallel.mesh import ALONE
-from memo.planner.allocator import Arena, NoArena, Unavailable
+from memo.planner.allocator import Arena, NoArena
 from memo.schedule.step import Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.states.optim import Optimizer, adamw_step
@@ -110,7 +110,7 @@ def seconds_of(rounds: Iterable[Timings]) -> float:
 
 def open_arena(device: torch.device) -> Arena | NoArena:
     """Opens the arena of temporary tensors, as a run has it."""
-    with suppress(Unavailable):
+    with suppress(Unusable):
         return Arena(device)
     return NoArena()
 

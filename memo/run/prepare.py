@@ -282,8 +282,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     checked, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
     cfg, device = checked.cfg, checked.device
     here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
-    same_everywhere(host, as_keys(cfg) | here,
-                    "start all ranks with the same command, memo and data, on hosts that are alike")
+    same_everywhere(host, as_keys(cfg) | here)
     found = checked if isinstance(checked, Decided) else take_layout(checked, launch, host)
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects(f"{name}\n{uuid4().hex}")[0]

@@ -18,7 +18,7 @@ from memo.decide.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.decide.placing import rests, swaps_layers
 from memo.decide.sharing import shared
 from memo.decide.where import Decision, Rates, Room, problem_of, ways_of
-from memo.errors import ConfigError, OutOfHostMemory, RunFailed, reason
+from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason
 from memo.estimate import regions, report
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
@@ -27,7 +27,7 @@ from memo.estimate.search import longest
 from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.slab import host_bytes
 from memo.parallel.mesh import open_lanes
-from memo.planner.allocator import Arena, Unavailable
+from memo.planner.allocator import Arena
 from memo.planner.trace import Trace
 from memo.run.measure import measure, measured_states
 from memo.run.rehearsal import rehearsed_requests, traced_requests
@@ -199,7 +199,7 @@ def plan_memory(cfg: Layout, model: Model) -> None:
     host, why = model.mesh.host, None
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
-    except Unavailable as e:
+    except Unusable as e:
         why = str(e)
     if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
         if host.rank == 0:
@@ -209,7 +209,7 @@ def plan_memory(cfg: Layout, model: Model) -> None:
     try:
         arena.replay(trace)
         model.arena = arena
-    except Unavailable as e:
+    except Unusable as e:
         without(e)
 
 
@@ -336,10 +336,6 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"
 
 
-class OutOfMemory(RunFailed):
-    """The device's memory is used up on this rank. One line."""
-
-
 def lack_of_memory(e: RuntimeError) -> str | None:
     """Takes the text of an error that comes of a lack of the device's memory; None of any other error."""
     text = reason(e)
@@ -350,11 +346,11 @@ def lack_of_memory(e: RuntimeError) -> str | None:
 
 @contextmanager
 def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
-    """Turns a lack of memory inside the block into an OutOfMemory that names its Line's `region`."""
+    """Turns a lack of memory inside the block into a RunFailed that names its Line's `region`."""
     try:
         yield
     except RuntimeError as e:
         text = lack_of_memory(e)
-        if isinstance(e, OutOfMemory) or text is None:
+        if isinstance(e, RunFailed) or text is None:
             raise
-        raise OutOfMemory(explain(expected, region, own_bytes(device), text)) from e
+        raise RunFailed(explain(expected, region, own_bytes(device), text)) from e

@@ -27,6 +27,7 @@ from memo.system.signals import Interrupted
 CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
 MOST_RANKS = 2**20
+ALIKE = "start all ranks with the same command, memo and data, on hosts that are alike"
 LEAVES = threading.Lock()
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ def of_first(host: Axis, work: Callable[..., T], *args: object) -> T:
     return results[0]
 
 
-def same_everywhere(host: Axis, values: dict[str, object], remedy: str) -> None:
+def same_everywhere(host: Axis, values: dict[str, object], remedy: str = ALIKE) -> None:
     """Raises Agreed where `values` {name: value} are not the same on all ranks."""
     (first, _), *others = host.objects((values, rank_name(host.rank)))
     for theirs, where in others:
