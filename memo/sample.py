@@ -36,13 +36,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from memo.checkpoint import checkpoint
 from memo.data.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
 from memo.data.tokens import PIECE_CHARS, encode
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError
 from memo.huggingface.huggingface import OWN, check_reach
 from memo.run.load_config import stored_config
 from memo.states.passes import Model
 from memo.states.staging import with_place
 from memo.system.device import pick_device
-from memo.system.files import read_text
+from memo.system.files import read_text, reading
 from model import GPT, Block
 
 
@@ -136,10 +136,8 @@ def read_prompt(given: str) -> str:
     """Reads the text of --prompt. Errors: ConfigError where it is a file that cannot be read."""
     if not given.startswith("@"):
         return given.encode(errors="replace").decode()  # an argument can hold what is no UTF-8
-    try:
+    with reading(f"prompt={given}", "give a text file in UTF-8"):
         return read_text(given[1:], newline="")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"prompt={given} cannot be read ({reason(e)}); give a text file in UTF-8") from None
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, special: bool, most: int) -> list[int]:

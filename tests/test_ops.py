@@ -11,7 +11,7 @@ import torch
 
 from memo.config.layout import Layout
 from memo.errors import ConfigError
-from memo.kernels import fp8, ops, te
+from memo.kernels import fp8, ops, rows, te
 from memo.kernels.backends import first_that_serves
 from memo.kernels.matmul import matmul_of
 from memo.kernels.ops import TE, TORCH, TRITON, resolve_ops, rotations
@@ -92,7 +92,7 @@ def test_norm_forward_and_backward(norms, N, C, bias, dtype, limit, monkeypatch)
 def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypatch):
     monkeypatch.setattr(ops, "WHOLE_ROW", 128)
     monkeypatch.setattr(ops, "PROGRAMS", 4)
-    monkeypatch.setattr(ops, "CACHED_ELEMENTS", 4 * C)  # several chunks
+    monkeypatch.setattr(rows, "CACHED_ELEMENTS", 4 * C)  # several chunks
     monkeypatch.setattr(te, "CHUNK_ROWS", 1)
     monkeypatch.setattr(te, "CHUNK_ELEMENTS", 256 * C)
     x, dy, residual = (torch.randn(N, C).to(dtype) for _ in range(3))
@@ -116,7 +116,7 @@ def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypat
 @pytest.mark.parametrize("shape", [(5, 2, 24), (3, 1, 2000)])
 def test_swiglu_forward_and_backward(kind, shape, dtype, limit, monkeypatch):
     """(n, tp, F/tp). The gradients take the places of gate and up; dy is used up."""
-    monkeypatch.setattr(ops, "CACHED_ELEMENTS", 2 * shape[1] * shape[2])  # several chunks
+    monkeypatch.setattr(rows, "CACHED_ELEMENTS", 2 * shape[1] * shape[2])  # several chunks
     gate, up, dy = (3 * torch.randn(shape).to(dtype) for _ in range(3))
     gate_, up_ = (t.double().requires_grad_() for t in (gate, up))
     want = gate_ * gate_.sigmoid() * up_

@@ -151,9 +151,9 @@ class Saver:
               iter: int) -> None:
         path = temporary = self.folder / str(iter)
         try:
-            self.folder = self.on_first(lambda: self.folder)  # a run that lost it has another on rank 0
-            path = self.folder / str(iter)
-            temporary = path.with_name(self.on_first(lambda: f"{iter}.{token_hex(8)}.tmp"))
+            # a run that lost its folder has another on rank 0
+            self.folder, name = self.on_first(lambda: (self.folder, f"{iter}.{token_hex(8)}.tmp"))
+            path, temporary = self.folder / str(iter), self.folder / name
             if bad := [name for name in self.together(self.take, pieces, reached) if name]:
                 good = self.on_first(last_good, self.folder.parent, iter)
                 raise BadState(f"{bad[0]} after {iter} steps must be finite, it is not saved; {good}; {LESS}")

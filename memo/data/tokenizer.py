@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -184,22 +183,24 @@ def check_work(path: Path) -> None:
         raise ValueError(f"the process that tries it out ends with {done.stderr.strip().splitlines()[-1:]}")
 
 
-def refuse(e: BaseException, what: str) -> NoReturn:
-    """Raises a ConfigError for what the library raised: bare Exceptions, panics of a class of their own."""
-    if isinstance(e, ConfigError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
-        raise e  # a signal, say
-    raise ConfigError(f"{what} ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Makes a ConfigError of what the library raises: bare Exceptions, panics of a class of their own."""
+    try:
+        yield
+    except BaseException as e:
+        library = isinstance(e, Exception) or type(e).__name__ == "PanicException"
+        if isinstance(e, ConfigError) or not library:  # a signal, say
+            raise
+        raise ConfigError(f"{what} ({reason(e)}); give a tokenizer.json of `tokenizers`") from None
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
     """Reads the tokenizer of a file or folder, in any form; None where there is none. Errors: ConfigError."""
-    try:
-        with no_stderr():
-            check_work(Path(path))
-            return read_tokenizer(Path(path))
-    except BaseException as e:
-        file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
-        refuse(e, f"tokenizer={file} cannot be read")
+    file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
+    with refusing(f"tokenizer={file} cannot be read"), no_stderr():
+        check_work(Path(path))
+        return read_tokenizer(Path(path))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -215,10 +216,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> list[int]:
     """Encodes a text, by the one rule."""
     tokenizer.encode_special_tokens = not parse_special
-    try:
+    with refusing(f"the tokenizer cannot encode {text[:30]!r}..."):
         return tokenizer.encode(text, add_special_tokens=False).ids
-    except BaseException as e:
-        refuse(e, f"the tokenizer cannot encode {text[:30]!r}...")
 
 
 def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
@@ -267,10 +266,8 @@ def chat_templates(folder: Path) -> str:
     said = [said_in(folder, name).get("chat_template") for name in (TOKENIZER_CONFIG, "chat_template.json")]
     texts = [json.dumps(said, ensure_ascii=False)]
     for part in (*folder.glob("*.jinja"), *folder.glob("*/*.jinja")):
-        try:
+        with files.reading(part, "mend or remove it"):
             texts.append(read_text(part, files.MOST_JSON_CHARS - sum(map(len, texts))))
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"{part} cannot be read ({reason(e)}); mend or remove it") from None
     return "\n".join(texts)
 
 

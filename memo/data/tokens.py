@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from memo.config.keys import check_value, option
-from memo.data.tokenizer import ENDS, byte_level, encode_text, end_of_document, refuse, tokenizer_vocab_size
+from memo.data.tokenizer import ENDS, byte_level, encode_text, end_of_document, refusing, tokenizer_vocab_size
 from memo.errors import ConfigError
 from memo.system.command import progress, python
 from memo.system.files import NEW, JsonObject, fingerprint, load_json, sync_folder
@@ -158,11 +158,9 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
           progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB", speaks=not sys.stderr.isatty())):
         for batch in batches(documents, may_cut):
             texts = [text for text, _ in batch]
-            try:
+            with refusing("the tokenizer cannot encode the source"):
                 encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 added_ids = finder.encode_batch_fast(texts)
-            except BaseException as e:
-                refuse(e, "the tokenizer cannot encode the source")
             for (text, last), encoding, its in zip(batch, encodings, added_ids, strict=True):
                 yield (encoding.ids + [end] if last else encoding.ids), last
                 met.update(i in special for i in its.ids if i)

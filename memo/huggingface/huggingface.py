@@ -40,19 +40,17 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 
 @dataclass(frozen=True)
 class Family:
-    """Describes a family. `prefix`: of all names of weights but the head's. `layers`: in front of a layer's
-    number. `names`: {memo's without _w or _b: transformers'}. `sizes`: {memo's key: field}. `only`: {field:
-    values that memo has, first the default}. `norm_eps`: (field, default). `tied`, `defaults`: if absent."""
+    """Describes a family of models."""
 
     architecture: str
-    prefix: str
-    layers: str
-    names: dict[str, str]
-    sizes: dict[str, str]
-    only: dict[str, tuple]
-    keys: JsonObject
-    norm_eps: tuple[str, float]
-    tied: bool = False
+    prefix: str  # of all names of weights but the head's
+    layers: str  # in front of a layer's number
+    names: dict[str, str]  # {memo's without _w or _b: transformers'}
+    sizes: dict[str, str]  # {memo's key: field}
+    only: dict[str, tuple]  # {field: values that memo has, first the default}
+    keys: JsonObject  # memo's, the same in all models
+    norm_eps: tuple[str, float]  # field, default
+    tied: bool = False  # if absent, as `defaults`
     defaults: JsonObject = field(default_factory=dict)
 
 
@@ -307,15 +305,14 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
 
 @dataclass(frozen=True)
 class Weight:
-    """Places memo's parameter `name` in transformers' tensor `there` of `shape`: from row `first`, or column,
-    if `transposed` to (in, out). `D`: elements of its heads, where these rotate, or 0."""
+    """Places memo's parameter `name` in transformers' tensor `there` of `shape`."""
 
     name: str
     there: str
     shape: tuple[int, ...]
-    first: int = 0
-    transposed: bool = False
-    D: int = 0
+    first: int = 0  # row, or if transposed column
+    transposed: bool = False  # to (in, out)
+    D: int = 0  # elements of its heads, where these rotate
 
 
 ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate

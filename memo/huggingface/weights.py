@@ -4,7 +4,7 @@ Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j an
 import errno
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
@@ -21,12 +21,13 @@ from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
 from memo.errors import ConfigError, DataError, elsewhere, reason
 from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
 from memo.memory.flat import model_parameters
-from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, replacing, save_json
+from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, reading, replacing, save_json
 
 HEAD = "lm_head.weight"  # the one tensor whose name has no prefix
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 AGAIN = "download the folder again"
+DAMAGED = OSError, RuntimeError, MemoryError, SafetensorError  # what reading a file may raise
 SHARD_BYTES = 5 * 10**9
 COMPARED_ROWS = 2**12  # at once
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
@@ -55,17 +56,8 @@ class Stored:
         return f"{self.name:.200} in {self.path.name}"
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
-        with read_errors(self.path):
+        with reading(self.path, AGAIN, DAMAGED):
             return self.file.get_slice(self.name)[part]
-
-
-@contextmanager
-def read_errors(path: Path) -> Iterator[None]:
-    """Raises ConfigError where a file of weights is damaged."""
-    try:
-        yield
-    except (OSError, RuntimeError, MemoryError, SafetensorError) as e:
-        raise ConfigError(f"{path} cannot be read ({reason(e)}); {AGAIN}") from None
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -87,7 +79,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
 
 def tensors_in(path: Path) -> list[Stored]:
     """Lists the tensors of a file of safetensors; only its header is read. Errors: ConfigError."""
-    with read_errors(path):
+    with reading(path, AGAIN, DAMAGED):
         with open(open_file(path), "rb") as begin:
             if (n := int.from_bytes(begin.read(8), "little")) > MOST_JSON_CHARS:
                 raise OSError(errno.EFBIG, f"its header of {n:,} bytes must have at most {MOST_JSON_CHARS:,}")

@@ -25,14 +25,13 @@ Gradients = Sequence[torch.Tensor]  # dq, dk, dv
 
 
 class Kernel(NamedTuple):
-    """Holds `forward(q, k, v, causal, scale)`, `backward(dout, q, k, v, out, lse, causal, scale)`.
-    `takes_out`: forward has out=, where it writes; `label`: its name and version, and why it was chosen."""
+    """Holds the functions of a kernel."""
 
     name: str
-    forward: Callable[..., Result]
-    backward: Callable[..., Gradients]
-    takes_out: bool = False
-    label: str = ""
+    forward: Callable[..., Result]  # of (q, k, v, causal, scale)
+    backward: Callable[..., Gradients]  # of (dout, q, k, v, out, lse, causal, scale)
+    takes_out: bool = False  # forward has out=, where it writes
+    label: str = ""  # name and version, and why it was chosen
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -30,18 +30,16 @@ MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabili
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds what decides. `device`: cuda or cpu; `capability`: of the GPU; `cudnn`: its version, 92400 for
-    9.24.0, 0: none; `packages`: {kernel of PACKAGES: why it cannot be called, empty where it can};
-    `aligned`: whether all keys that come as a block of their own, without a mask, are multiples of 128."""
+    """Holds what decides on an attention kernel."""
 
-    device: str
+    device: str  # cuda or cpu
     dtype: str
     head_dim: int
     deterministic: bool = False
-    capability: tuple[int, int] = (0, 0)
-    cudnn: int = 0
-    packages: dict[str, str] = field(default_factory=dict)
-    aligned: bool = True
+    capability: tuple[int, int] = (0, 0)  # of the GPU
+    cudnn: int = 0  # its version, 92400 for 9.24.0; 0: none
+    packages: dict[str, str] = field(default_factory=dict)  # {of PACKAGES: why it cannot be called, or ""}
+    aligned: bool = True  # are all keys that come as a block of their own, without a mask, multiples of 128?
 
 
 def aligned(cfg: Config) -> bool:

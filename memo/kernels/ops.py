@@ -18,9 +18,7 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 
 import importlib.util
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from memo.kernels.backends import first_that_serves
 from memo.kernels.rows import chunks, own_ids
 from memo.system.axis import Axis
 
-CACHED_ELEMENTS = 2**18  # of a chunk on a CPU: with its temporary tensors 4 MiB in fp32
 TINY = torch.finfo(torch.float32).tiny  # torch's cross entropy of one token ends at -log of this, 87
 Ops = namedtuple("Ops", "name norm_forward norm_backward rotary merge swiglu_forward swiglu_backward "
                         "cross_entropy")
@@ -93,7 +90,7 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
 
 def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor,
                      eps: float) -> None:
-    for x_, out_, rstd_ in small_chunks(x, out, rstd):
+    for x_, out_, rstd_ in chunks(x, out, rstd, cached=True):
         x_ = x_.float()
         torch.rsqrt((x_ * x_).mean(1).add_(eps), out=rstd_)
         torch.mul(torch.mul(x_, rstd_[:, None]), w, out=out_)
@@ -102,7 +99,7 @@ def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: 
 def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor,
                       w: torch.Tensor, dw: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Computes dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; the mean over the row."""
-    for out_, dy_, x_, rstd_, residual_ in small_chunks(out, dy, x, rstd, residual):
+    for out_, dy_, x_, rstd_, residual_ in chunks(out, dy, x, rstd, residual, cached=True):
         r, dy_ = rstd_[:, None], dy_.float()
         xhat = x_.float() * r
         both = dy_ * xhat
@@ -114,20 +111,14 @@ def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.
     return out
 
 
-def small_chunks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[Sequence[torch.Tensor]]:
-    """Cuts into chunks(); on a CPU of so few rows that several passes over them stay in its cache."""
-    rows = max(1, CACHED_ELEMENTS // prod(first.shape[1:])) if first.is_cpu else None
-    return chunks(first, *others, small=rows)
-
-
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-    for gate_, up_, out_ in small_chunks(gate, up, out):
+    for gate_, up_, out_ in chunks(gate, up, out, cached=True):
         torch.ops.aten.silu.out(gate_, out=out_)
         out_.mul_(up_)
 
 
 def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
-    for dy_, gate_, up_ in small_chunks(dy, gate, up):
+    for dy_, gate_, up_ in chunks(dy, gate, up, cached=True):
         dup = torch.nn.functional.silu(gate_).mul_(dy_)
         torch.ops.aten.silu_backward.grad_input(dy_.mul_(up_), gate_, grad_input=gate_)
         up_.copy_(dup)

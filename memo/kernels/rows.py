@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 
 import torch
 
 from memo.config.layer import CHUNK_ROWS, SPLIT_ROWS
 from memo.system.axis import Axis
+
+CACHED_ELEMENTS = 2**18  # of a chunk on a CPU: with its temporary tensors 4 MiB in fp32
 
 
 def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None = None) -> list[slice]:
@@ -20,10 +23,13 @@ def cut(first: int, end: int, ranks: int = 1, at_once: int = 1, most: int | None
 
 
 def chunks(first: torch.Tensor, *others: torch.Tensor | None, ranks: int = 1, most: int | None = None,
-           small: int | None = None) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors, cut into the same ranges of rows; None as it is. `small`: so many rows in each."""
-    n = len(first)
-    slices = [slice(i, i + small) for i in range(0, n, small)] if small else cut(0, n, ranks, most=most)
+           cached: bool = False) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors, cut into the same ranges of rows; None as it is. `cached`: on a CPU of so few rows
+    that several passes over them stay in its cache."""
+    n, slices = len(first), cut(0, len(first), ranks, most=most)
+    if cached and first.is_cpu:
+        few = max(1, CACHED_ELEMENTS // prod(first.shape[1:]))
+        slices = [slice(i, i + few) for i in range(0, n, few)]
     for r in slices:
         yield [t if t is None else t[r] for t in (first, *others)]
 

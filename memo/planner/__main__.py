@@ -5,11 +5,11 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from memo.dsa.problem import add_options
-from memo.errors import ConfigError, reason
+from memo.errors import ConfigError
 from memo.planner.plan import Plan, plan_trace
 from memo.planner.trace import Trace, parse_trace, requests_of
 from memo.system.command import Arguments, end_with_reader, progress, run
-from memo.system.files import check_other, read_table, save_json
+from memo.system.files import check_other, read_table, reading, save_json
 
 
 def read_argv(argv: list[str]) -> Namespace:
@@ -36,10 +36,8 @@ def main(argv: list[str]) -> None:
     args = read_argv(argv)
     check_other(args.log, args.output)
     with progress(lambda: f"reading {args.log}"):
-        try:
+        with reading(args.log, "give a request log"):
             text = read_table(args.log)
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"{args.log} cannot be read ({reason(e)}); give a request log") from None
         trace = parse_trace(text, args.log)
     if not any(r.planned for r in requests_of(trace)[0]):
         raise ConfigError(f"{args.log} must hold at least one malloc, inside its segments if it marks any")

@@ -29,16 +29,15 @@ Lives = list[tuple[int, int, int]]  # (lower, upper, bytes) of each buffer
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the memory of each request: request k of `segments[label]` is (bytes, offset in the arena, or
-    None: torch's). `lower_bound`: the most bytes in use at a time; `levels`: what was solved."""
+    """Holds the memory of each request of a step."""
 
     arena_bytes: int
-    lower_bound: int
+    lower_bound: int  # the most bytes in use at a time
     alignment: int
     solver: str
     seconds: float
-    segments: dict
-    levels: tuple
+    segments: dict  # {label: ((bytes, offset in the arena, or None: torch's) of each request)}
+    levels: tuple  # what was solved
 
     @property
     def proven(self) -> bool:

@@ -88,16 +88,15 @@ def checked_trace(events: list[Entry], lines: list[int] | None = None, where: st
 
 @dataclass
 class Request:
-    """Describes request k of a segment, alive from request number `lower` of the trace to `upper`, frees
-    counted too. `planned`: in a segment, and not kept. `freed_in`: the segment that frees it, or OUTSIDE."""
+    """Describes request k of a segment."""
 
     segment: str
     k: int
     bytes: int
-    planned: bool
-    lower: int
-    upper: int
-    freed_in: str = OUTSIDE
+    planned: bool  # in a segment, and not kept
+    lower: int  # alive from this number of the trace's requests, frees counted too,
+    upper: int  # to this one
+    freed_in: str = OUTSIDE  # the segment that frees it
 
 
 def requests_of(trace: Trace) -> tuple[list[Request], dict[str, tuple[int, int]]]:

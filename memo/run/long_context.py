@@ -8,8 +8,8 @@ Needles: random tokens, a key and a value, take the place of some tokens of a te
 at its end. Which of the value's tokens does the model predict, and how much likelier than without the needle?
 What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from memo.data.batch import Data
-from memo.errors import RunFailed
 from memo.kernels.rows import own_ids
 from memo.layer.row_order import row_order
-from memo.run.reserve import lack_of_memory
+from memo.run.reserve import explaining
 from memo.states.passes import Model
 from memo.system.files import JsonObject
 
@@ -47,16 +46,10 @@ class Questions:
         return torch.cat((tokens[0], targets[0, -1:]))
 
 
-@contextmanager
-def room_for(what: str) -> Iterator[None]:
+def room_for(what: str) -> AbstractContextManager[None]:
     """Raises RunFailed where the device's memory ends while `what` takes some."""
-    try:
-        yield
-    except RuntimeError as e:
-        if (text := lack_of_memory(e)) is None:
-            raise
-        raise RunFailed(f"out of memory ({text}) at {what}; try more ranks with a larger --cp or --tp, or "
-                        "shorter --lengths") from e
+    return explaining(lambda text: f"out of memory ({text}) at {what}; try more ranks with a larger --cp or "
+                      "--tp, or shorter --lengths")
 
 
 def target_scores(model: Model, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The memory of a run: where activations and temporary tensors live, and what startup and plan.json say."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import zip_longest
 
@@ -18,7 +18,7 @@ from memo.decide.bubbles import StageFacts, measured_ends, with_bubbles
 from memo.decide.placing import rests, swaps_layers
 from memo.decide.sharing import shared
 from memo.decide.where import Decision, Rates, Room, problem_of, ways_of
-from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason
+from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason, warn
 from memo.estimate import regions, report
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
@@ -175,10 +175,8 @@ def requests_of_a_step(model: Model, arena: Arena) -> Trace:
     all_have_room = all(host.objects(trace is not None))
     if trace is not None and all_have_room:
         return trace
-    if host.rank == 0:
-        print("warning: memory_plan: a layer does not fit into what torch's allocator has free, so its "
-              "requests are traced, not recorded; what kernels take for themselves is left to torch",
-              file=sys.stderr)
+    warn("memory_plan: a layer does not fit into what torch's allocator has free, so its requests are "
+         "traced, not recorded; what kernels take for themselves is left to torch")
     if trace is None:
         arena.recorded()  # half a rehearsal, of no use
     cfg = replace(model.cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
@@ -336,21 +334,22 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     return f"{line}; try {knob}; the greatest block_size that would fit is {most.cfg.block_size}"
 
 
-def lack_of_memory(e: RuntimeError) -> str | None:
-    """Takes the text of an error that comes of a lack of the device's memory; None of any other error."""
-    text = reason(e)
-    # torch has no class of its own for a lack of the CPU's memory
-    lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
-    return text.split(". ")[0] if lack else None  # CUDA's goes on about all that torch's allocator holds
-
-
 @contextmanager
-def naming_region(expected: Estimate | None, device: torch.device, region: str) -> Iterator[None]:
-    """Turns a lack of memory inside the block into a RunFailed that names its Line's `region`."""
+def explaining(explain_lack: Callable[[str], str]) -> Iterator[None]:
+    """Turns a lack of memory inside the block into RunFailed(explain_lack(torch's text))."""
     try:
         yield
     except RuntimeError as e:
-        text = lack_of_memory(e)
-        if isinstance(e, RunFailed) or text is None:
+        text = reason(e)
+        # torch has no class of its own for a lack of the CPU's memory
+        lack = isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in text
+        if isinstance(e, RunFailed) or not lack:
             raise
-        raise RunFailed(explain(expected, region, own_bytes(device), text)) from e
+        # CUDA's goes on about all that torch's allocator holds
+        raise RunFailed(explain_lack(text.split(". ")[0])) from e
+
+
+def naming_region(expected: Estimate | None, device: torch.device,
+                  region: str) -> AbstractContextManager[None]:
+    """Makes a lack of memory meanwhile an error that names its Line's `region`."""
+    return explaining(lambda text: explain(expected, region, own_bytes(device), text))

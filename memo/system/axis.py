@@ -85,16 +85,16 @@ def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: to
 @dataclass
 class Axis:
     """Holds this rank's place in a line of `size` ranks. Without a `group` nothing is sent, and received
-    tensors are uninitialised: shapes, requests and bytes are as with one. `sender`: over gloo the thread that
-    shifts; `line`: its name in CAME; `store`: by which the ranks have met. Tensors are contiguous."""
+    tensors are uninitialised: shapes, requests and bytes are as with one. Tensors are contiguous."""
 
     name: str
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sent_bytes: int = field(default=0, compare=False)
-    line: str = field(default="", compare=False)
-    store: dist.Store | None = field(default=None, compare=False)
+    line: str = field(default="", compare=False)  # its name in CAME
+    store: dist.Store | None = field(default=None, compare=False)  # by which the ranks have met
+    # over gloo the thread that shifts
     sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
                                        compare=False, repr=False)
 

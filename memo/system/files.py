@@ -111,12 +111,20 @@ def parse_json(text: str, most_values: float = MOST_VALUES) -> JsonObject:
     return value
 
 
+@contextmanager
+def reading(what: str | Path, remedy: str,
+            errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """Makes one of `errors` meanwhile a ConfigError: `what` cannot be read, and the remedy."""
+    try:
+        yield
+    except errors as e:
+        raise ConfigError(f"{what} cannot be read ({reason(e)}); {remedy}") from None
+
+
 def load_json(path: str | Path, remedy: str) -> JsonObject:
     """Reads a JSON file. Errors: ConfigError with the `remedy`."""
-    try:
+    with reading(path, remedy):
         return parse_json(read_text(path, MOST_JSON_CHARS))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
 
 
 def plain_name(name: object) -> bool:
