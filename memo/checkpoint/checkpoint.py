@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,14 +35,13 @@ from memo.memory.slab import HostSlab
 from memo.memory.views import Piece, is_finite, whole
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.axis import Axis, come
+from memo.system.axis import Axis, T, come
 from memo.system.command import progress, start_thread
 from memo.system.files import JsonObject, own_folder, regular, save_bytes, sync_folder
 
 READ_BYTES = 2**24
 ALONE = Axis("one process")
 STAGED_BYTES = 2**24  # of a block of page-locked memory: enough for a bus's full speed
-T = TypeVar("T")
 LESS = "try a lower --learning_rate or more --warmup_iters"
 
 

@@ -3,9 +3,8 @@ itself: functions of what a machine has, without torch, so that a run and its es
 
 Sources: torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and flash_attn/flash_api.cpp; of
 flash-attention csrc/flash_attn/flash_api.cpp (2), hopper/flash_api.cpp (3), flash_attn/cute/interface.py (4).
-All of them take fewer heads of keys and values than of queries, forward and backward; so do torch's
-cudnn/MHA.cpp, and on the CPU its FlashAttentionKernel.cpp from 2.9 on (pytorch pull request 157893).
-"""
+All take fewer heads of keys and values than of queries, so do torch's cudnn/MHA.cpp and on the CPU its
+FlashAttentionKernel.cpp from 2.9 on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,11 +150,8 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
 def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
                multiprocessors: int = 0) -> list[int]:
     """Lists the bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D)
-    and k, in its order: all alive at once. The gradient of the queries is summed up in fp32; by flash and
-    flash_attn_2, where deterministic, in a copy for each multiprocessor. Of shared keys flash and
-    flash_attn_2 make gradients for each query head and sum them then, flash_attn_3 and 4 sum in fp32.
-    cuDNN's are one request: what cudnn-frontend takes (node/scaled_dot_product_flash_attention.h), and for
-    those gradients a guess, fp32 for each query head. Counters are left out."""
+    and k, in its order: all alive at once. docs/kernels.md says what they are; where deterministic, flash
+    and flash_attn_2 have the queries' gradient for each multiprocessor. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k

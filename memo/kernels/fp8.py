@@ -13,8 +13,7 @@ For y = x w^T, where s_x and s_dy are scales of rows (n,), and s_w is one of the
               for rows so much smaller than the largest one that e5m2 has no exponent for them
 
 A row's scale is of that row alone, so that a range of rows gets the same bits as all of them, whatever the
-other ranks hold, but for what is below the range of a scale. Weights are rounded where they are used, which
-takes little time; those that travel (METP) where they come from: half the bytes are on the way.
+other ranks hold. Weights are rounded where they are used; those that travel (METP) where they come from.
 
 torch._scaled_mm takes on a GPU: FP8 of both formats, not e5m2 twice; scales of rows on both sides, or one on
 either side; a row-major first operand and a column-major second one, their widths multiples of 16; with

@@ -2,15 +2,9 @@
 x_forward / x_backward; the merge of two parts of attention; and the head's cross entropy.
 
 All write where they are told (`out`). For GELU torch has a kernel that does so. For the others an Ops is the
-choice between torch's own kernels (any device), fused ones in Triton (memo/kernels/fused.py; CUDA), and
-transformer-engine's (CUDA). Bytes read and written, in units of one bf16 tensor of x's shape:
-
-    torch    norm forward 4 (its result, copied), backward 8 (dx, gradients of w and b, residual), rotary 10
-             (through fp32), merge 9, SwiGLU forward 5, backward 13, cross entropy 6 (fp32 softmax)
-    triton   norm forward 2, backward 4 (6 where C > WHOLE_ROW), rotary 2, merge 5, SwiGLU forward 3,
-             backward 5, cross entropy 3
-    te       norms by transformer-engine (memo/kernels/te.py), forward 2, backward 6; the others as triton.
-             `auto` never takes it, which goes over memory more often
+choice between torch's own kernels (any device), fused ones in Triton (memo/kernels/fused.py; CUDA), and for
+norms transformer-engine's (memo/kernels/te.py; CUDA), which `auto` does not take: docs/kernels.md has the
+bytes that each reads and writes.
 
 A norm is LayerNorm where a mean is kept, y = (x - mean) rstd w + b, and RMSNorm where there is none, y = x
 rstd w. Every row is computed alone, so that a range of rows gets the same bits as all of them.

@@ -5,11 +5,8 @@ Versions 2.2 to 2.20 have these alike; installed() holds what pybind11 says of t
 SIGNATURES before any is called. Source: TransformerEngine's transformer_engine/pytorch/csrc/extensions/
 {pybind,normalization,gemm}.cpp, read up to v2.18; 2.20.2 runs on null CUDA.
 
-FP8: te's quantizers give a whole tensor one scale, or blocks of a row. Rows that are made again in other
-pieces need the bits that they had, so scales are memo's (memo/kernels/fp8.py), and te makes only the gradient
-of a weight, whose operands have one scale each, in place, as torch._scaled_mm cannot. The workspace of te's
-product is memo's: a request that the memory plan knows.
-"""
+Scales of FP8 are memo's (memo/kernels/fp8.py): te has none for single rows. Its product's workspace is memo's
+too: a request that the memory plan knows."""
 
 import importlib
 import re

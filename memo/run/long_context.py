@@ -1,12 +1,11 @@
 """Does a model use its long context? Two measurements, on text of the validation split.
 
-Loss by position: the mean loss of tokens by their position in sequences of the greatest length, and that of
-the same tokens where the model sees no more than the least length. The difference, the gain, is what the
-model has of the longer context. A loss that falls is no proof: the text may become easier.
-
+Loss by position: the mean loss of tokens by their position in sequences of the greatest length, and the gain
+over that of the same tokens where the model sees no more than the least length.
 Needles: random tokens, a key and a value, take the place of some tokens of a text, and the key stands again
 at its end. Which of the value's tokens does the model predict, and how much likelier than without the needle?
-What a rank of cp does not hold is 0 in its results, until over_sequences() has the sum."""
+
+docs/evaluate.md says more. What a rank of cp does not hold is 0 until over_sequences() has the sum."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

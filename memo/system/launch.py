@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from memo.errors import ConfigError, DataError, TrainingError, last_line
-from memo.system.axis import FOREVER, Axis
+from memo.system.axis import FOREVER, Axis, T
 from memo.system.command import progress
 from memo.system.signals import Interrupted
 
@@ -29,7 +28,6 @@ LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says
 MOST_RANKS = 2**20
 ALIKE = "start all ranks with the same command, memo and data, on hosts that are alike"
 LEAVES = threading.Lock()
-T = TypeVar("T")
 
 
 # --- torchrun ---
