@@ -4,6 +4,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,7 +214,8 @@ def test_what_is_found_is_what_is_resolved_and_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92400)
-    monkeypatch.setattr(attention_module, "version", lambda name: {"flash_attn_3": "3.0.0"}[name])
+    monkeypatch.setattr(attention_module, "distributions",
+                        lambda name: [SimpleNamespace(version={"flash_attn_3": "3.0.0"}[name])])
 
     def resolved(*versions, name="auto"):
         fakes.install(monkeypatch, *versions)

@@ -295,7 +295,7 @@ class Checkpoint:
 
 def load(out_dir: str | Path, rank: int = 0, world: int = 1,
          passed_over: Mapping[Path, str] = {}) -> Checkpoint:
-    """Opens manifest.newest(); each of `world` ranks checks a part of the files. Errors: as that one."""
+    """Opens the newest checkpoint not `passed_over`; ranks share out its check. Errors: CheckpointError."""
     path, stored = manifest.newest(out_dir, passed_over)
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)

@@ -123,7 +123,7 @@ class Ids:
 
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
-    """Opens a folder under data/, or a path. `whole`: checks every byte. Errors: ConfigError."""
+    """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. Errors: ConfigError."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "

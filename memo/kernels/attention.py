@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from types import ModuleType
 from typing import NamedTuple
 
@@ -193,10 +193,7 @@ def installed_kernel(name: str) -> Kernel:
         backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
                   deterministic=torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
-    try:
-        label = f"{name} {version(distribution)}"
-    except PackageNotFoundError:
-        label = name
+    label = next((f"{name} {found.version}" for found in distributions(name=distribution)), name)
     return Kernel(name, attention_forward, attention_backward, takes_out, label)
 
 

@@ -144,20 +144,15 @@ class FakeArena(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         old = {t.untyped_storage()._cdata for t in leaves if isinstance(t, torch.Tensor)}
         result = func(*args, **kwargs or {})
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in old:
-                self.note(t.untyped_storage())
+        for storage in [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]:
+            if storage.nbytes() and storage._cdata not in old and storage not in self.known:
+                event = self.known[storage] = str(next(self.ids)), storage.nbytes()
+                self.log.append(("malloc", *event))
+                weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
         sizes = self.requests(func.name(), args) if self.requests else ()
         own = [(str(next(self.ids)), nbytes) for nbytes in sizes]
         self.log += [("malloc", *event) for event in own] + [("free", *event) for event in reversed(own)]
         return result
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        if storage.nbytes() and storage not in self.known:
-            event = (str(next(self.ids)), storage.nbytes())
-            self.known[storage] = event
-            self.log.append(("malloc", *event))
-            weakref.finalize(storage, self.log.append, ("free", *event)).atexit = False
 
     def recorded(self) -> Trace:
         return checked_trace(self.log).settled()

@@ -3,9 +3,7 @@
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
 piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Also
 summed: pieces of a matrix that two stages hold, over both; gradients of what all tp ranks hold, over these.
-With optimizer_device=cpu states and steps are the host's: see memo/states/staging.py. With states=sharded a
-layer's sums of gradients are kept in pieces, and its parameters made of the master weights when they are
-needed (stages 2 and 3); with states=host both come from the host. Source: ZeRO (arXiv 1910.02054)."""
+docs/states.md says what states=sharded (ZeRO-2 and 3) and states=host change. Source: arXiv 1910.02054."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
