@@ -48,7 +48,7 @@ from memo.parallel.mesh import ALONE, connected, open_axis
 from memo.planner.allocator import Arena
 from memo.run.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.system import launch
-from memo.system.axis import Axis
+from memo.system.axis import Axis, Works
 from memo.system.device import device_name, gpu_facts, own_bytes, pick_device
 from memo.system.files import cache_place, readable_json
 from memo.system.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
@@ -244,12 +244,9 @@ def pairs(here: Here) -> Iterator[Finding]:
     x, rates = torch.full((nbytes,), host.rank % 251, dtype=torch.uint8, device=device), {}
     for d in range(1, host.size):
         to, source, y = (host.rank + d) % host.size, (host.rank - d) % host.size, torch.zeros_like(x)
-        ends = (dist.isend, x, to), (dist.irecv, y, source)
 
-        def send(ends: tuple = ends) -> None:
-            for work in dist.batch_isend_irecv([dist.P2POp(call, t, group=axis.group, group_peer=peer)
-                                                for call, t, peer in ends]):
-                work.wait()
+        def send(y: torch.Tensor = y, to: int = to, source: int = source) -> None:
+            Works(axis.post("send", [x], [y], to=to, source=source), x, y).wait()
         with launch.connection_errors(f"ranks {source} to {host.rank} to {to}", host.rank, backend, PAIR_S):
             send()
             rate = nbytes / min(slowest_seconds(send, 4, device, ALONE.host) for _ in range(3))

@@ -53,12 +53,11 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds `buffers` for `capacity` bytes, or None. Offsets are multiples of `alignment`, and sizes are
-    rounded up to that, so that loads and peaks are multiples too. Errors: DsaError: see the rules."""
+    """Holds what is to be placed. Errors: DsaError: see the rules."""
 
     buffers: tuple[Buffer, ...]
-    capacity: int | None = None
-    alignment: int = 1
+    capacity: int | None = None  # bytes
+    alignment: int = 1  # offsets are multiples of it; sizes are rounded up to that, and so are peaks
 
     def __post_init__(self) -> None:
         if self.alignment < 1:

@@ -39,12 +39,11 @@ Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: o
 
 @dataclass(frozen=True)
 class Part:
-    """Holds buffers of one stretch of time, with half-open lifespans [lower, upper) in ranks, and sizes in
-    units. Rank t is the t-th of the greatest sets of buffers that are alive together."""
+    """Holds buffers of one stretch of time."""
 
-    lower: tuple[int, ...]
+    lower: tuple[int, ...]  # of half-open lifespans: t is the t-th greatest set of buffers alive together
     upper: tuple[int, ...]
-    size: tuple[int, ...]
+    size: tuple[int, ...]  # in units
 
     @property
     def load(self) -> int:

@@ -49,8 +49,7 @@ class Range(NamedTuple):
 
 def model_parameters(cfg: Layout) -> dict[str, Parameter]:
     """Lists {name: Parameter} of a stage: the first has the embeddings, each its layers "h.<i>.<name>", the
-    last the final norm and the head; where that is the embedding's matrix, it has all embeddings, so that the
-    ranks of both stages share them out alike, and make equal steps."""
+    last final norm and head, or if that is tied all embeddings: both stages' ranks share these out alike."""
     C, layer = cfg.n_embd, layer_of(cfg)
     named: dict[str, Parameter] = {}
     if cfg.has_embedding or (cfg.has_head and cfg.tie_embeddings):

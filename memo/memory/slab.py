@@ -1,8 +1,7 @@
 """The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
 
 It is page-locked by registering it with the driver: torch's pinned-memory cache would round it up to a power
-of two. Source: MEMO 4.1; the best alphas of its Table 5 follow from half of the host's memory.
-"""
+of two. Source: MEMO 4.1; the best alphas of its Table 5 follow from half of the host's memory."""
 
 import contextlib
 import ctypes
@@ -129,8 +128,7 @@ class HostSlab:
 
     It is locked in pieces, since the driver refuses one registration of 512 GiB (NVIDIA's open kernel
     modules, R580), and CUDA refuses a copy that goes over the edge of a piece: pairs() cuts what is copied.
-    Errors: OutOfHostMemory where the system refuses the memory, or the page lock.
-    """
+    Errors: OutOfHostMemory where the system refuses the memory, or the page lock."""
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = True) -> None:
         self.unlock: list[Callable[[], object]] = []  # of each locked piece

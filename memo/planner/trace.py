@@ -13,10 +13,9 @@ Entry = tuple[str, str, int]  # of a log: (verb, tensor, bytes), or ("begin" or 
 
 @dataclass(frozen=True)
 class Trace:
-    """Holds a step's memory requests in order: (verb, tensor, bytes), or ("begin" or "end", segment, 0). A
-    name may come again after its free. `keep`: the malloc of what outlives the step, and is not planned."""
+    """Holds a step's memory requests in order. A name may come again after its free."""
 
-    events: tuple
+    events: tuple  # of Entry; `keep` is the malloc of what outlives the step, and is not planned
 
     @property
     def text(self) -> str:

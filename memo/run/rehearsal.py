@@ -27,13 +27,12 @@ RequestsOf = Callable[[str, Sequence], list[int]]
 
 
 class Rehearsal(NoArena):
-    """Stands for a model's arena in a step and an evaluation: of segments with the same requests (layers are
-    identical) only the first runs. `order`: {label: its first like}. `subsequences`: which run; None: all."""
+    """Stands for a model's arena: of segments with the same requests, as layers have, only the first runs."""
 
     def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
-        self.arena, self.subsequences = arena, subsequences
+        self.arena, self.subsequences = arena, subsequences  # which run; None: all
         self.first: dict[str, str] = {}
-        self.order: dict[str, str] = {}
+        self.order: dict[str, str] = {}  # {label: its first like}
 
     def run(self, label: str, work: Callable, *args: object) -> Any:
         name, _, unit = label.rpartition(" ")

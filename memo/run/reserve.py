@@ -120,8 +120,7 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
 def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
                         machine: Machine | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    call it: those of a stage measure a layer at once, and decide alike; all measure their copies at once.
-    `limit`: host_limit(); `machine`: whose type says how msp shares units out. Errors: OutOfHostMemory."""
+    call it and measure at once. `limit`: host_limit(); `machine`: for msp. Errors: OutOfHostMemory."""
     B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
