@@ -48,7 +48,7 @@ from memo.checkpoint import checkpoint
 from memo.config.formulas import mfu, tgs
 from memo.data.batch import to_device
 from memo.huggingface.weights import HfWeights
-from memo.parallel.mesh import connected, open_mesh
+from memo.parallel.mesh import open_mesh
 from memo.run import reserve
 from memo.run.ending import complete, not_finite, save
 from memo.run.loggers import StepStats
@@ -61,7 +61,7 @@ from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.device import device_peak_bytes
-from memo.system.launch import Launch, rank_errors, read_launch, together
+from memo.system.launch import Launch, connected, rank_errors, read_launch, together
 from memo.system.signals import StopSignal, interruptible
 from model import GPT, initial_weights
 

@@ -20,11 +20,10 @@ import torch
 
 from bench.machine import machine
 from memo.evaluate import set_up_evaluation
-from memo.parallel.mesh import connected
 from memo.plots.figures import plain
 from memo.run.loggers import read_metrics
 from memo.run.long_context import token_losses
-from memo.system.launch import read_launch
+from memo.system.launch import connected, read_launch
 
 ROOT = Path(__file__).parents[1]
 SHORT, LONG = 4096, 16384

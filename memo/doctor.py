@@ -44,7 +44,7 @@ from memo.kernels.attention import facts_of, resolve_attention
 from memo.kernels.backends import cudnn_version, order, passed_over
 from memo.kernels.ops import OPS, lacking, resolve_ops
 from memo.memory.slab import HostSlab, available, numa_node
-from memo.parallel.mesh import ALONE, connected, open_axis
+from memo.parallel.mesh import ALONE, open_axis
 from memo.planner.allocator import Arena
 from memo.run.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
 from memo.system import launch
@@ -287,7 +287,7 @@ def show(f: Finding) -> None:
 
 def main(argv: list[str]) -> int:
     me = launch.read_launch()
-    with connected(me) as host, launch.rank_errors(host):
+    with launch.connected(me) as host, launch.rank_errors(host):
         args = launch.together(host, read_argv, argv)
         asked = Config(device=args.device, dtype=args.dtype)
         device, dtype = launch.together(host, pick_device, asked, me.local_rank)

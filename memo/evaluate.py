@@ -63,7 +63,7 @@ from memo.config.layout import degrees
 from memo.data.batch import Data, open_dataset
 from memo.errors import ConfigError, warn
 from memo.huggingface.huggingface import OWN, check_reach
-from memo.parallel.mesh import connected, open_mesh
+from memo.parallel.mesh import open_mesh
 from memo.plots.figures import loss_by_position, needle_map
 from memo.run.load_config import stored_config
 from memo.run.long_context import LEAST_LENGTH, NEEDLE, Questions, measure_losses, measure_needles, room_for
@@ -74,7 +74,7 @@ from memo.system.axis import Axis
 from memo.system.command import progress
 from memo.system.device import pick_device
 from memo.system.files import save_json
-from memo.system.launch import Launch, rank_errors, read_launch, same_everywhere, together
+from memo.system.launch import Launch, connected, rank_errors, read_launch, same_everywhere, together
 from memo.system.origin import code
 from memo.system.signals import interruptible
 from model import GPT

@@ -24,11 +24,11 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
 from memo.config.config import Config
-from memo.parallel.mesh import connected, open_mesh
+from memo.parallel.mesh import open_mesh
 from memo.run.measure import calibrate, counted
 from memo.system.device import pick_device
 from memo.system.hardware import calibration_path
-from memo.system.launch import read_launch
+from memo.system.launch import connected, read_launch
 
 
 def main(argv: list[str]) -> None:

@@ -22,11 +22,10 @@ from torch.distributed.run import config_from_args, parse_args
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from memo.errors import Unusable
-from memo.parallel.mesh import connected
 from memo.planner.allocator import load_library
 from memo.system import launch
 from memo.system.command import run
-from memo.system.launch import Launch
+from memo.system.launch import Launch, connected
 
 TIMEOUT_S = 1800  # of what takes seconds: only what hangs takes so long, on a busy machine too
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from memo.config.layout import communicators
 from memo.config.msp import Help, helping_pairs
 from memo.system.axis import FOREVER, Axis, T
-from memo.system.launch import Launch, connection_errors, process_group
+from memo.system.launch import connection_errors
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,6 @@ class Mesh:
 
 
 ALONE = Mesh()
-
-
-@contextmanager
-def connected(launch: Launch) -> Iterator[Axis]:
-    """Yields the Axis of all ranks, over gloo, while the process is one of several: see process_group()."""
-    with process_group(launch) as (group, store):
-        yield Axis("host", launch.world, launch.rank, group, store=store, line="all ranks")
 
 
 def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, list[list[int]]]:

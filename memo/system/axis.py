@@ -45,7 +45,8 @@ class Work(Protocol):
 
 
 class Works(Generic[T]):
-    """Holds messages under way, and their tensors. wait() holds up the device's stream, not a CUDA host."""
+    """Holds messages under way. wait() holds up the device's stream (on CUDA not the host) and gives
+    `received`. The tensors must stay until then, and so must the Works."""
 
     def __init__(self, works: Sequence[Work | Future[list[object]]], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
@@ -137,8 +138,13 @@ class Axis:
     def sum(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
         """Sums x over all ranks, in place."""
         if self.size > 1:
-            sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
-            self.start("sum", sent_bytes, lambda t, _, **how: dist.all_reduce(t, op, **how), x, x).wait()
+            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+            if self.group is None:
+                for work in self.noted("sum", x.nbytes):
+                    work.wait()
+            elif x.nbytes:
+                come(self.line, "sum")
+                dist.all_reduce(borrowed(x), op, group=self.group)
         return x
 
     def max(self, *numbers: float) -> Sequence[float]:
@@ -168,7 +174,8 @@ class Axis:
                           x, x, to=owner)
 
     def shift(self, *tensors: torch.Tensor) -> Hop:
-        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done in order."""
+        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done one after
+        the other: one may send what the one before it brings, without a wait for that."""
         received = [torch.empty_like(t) for t in tensors]
         to, source = ((self.rank + d) % self.size for d in (1, -1))
         return Works(self.post("shift", tensors, received, to=to, source=source), tensors, received)

@@ -273,12 +273,12 @@ def connection_errors(what: str, rank: int, backend: str, limit_s: float = 0) ->
 
 
 @contextmanager
-def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, dist.Store | None]]:
-    """Yields (gloo group of all ranks, their store), or Nones. At an error the process must end, too."""
+def connected(launch: Launch) -> Iterator[Axis]:
+    """Yields the Axis of all ranks, over gloo. At an error the process must end, too."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_torchrun()
     if launch.world == 1:
-        yield None, None
+        yield Axis("host", line="all ranks")
         return
     rank, world = launch.rank, launch.world
     try:
@@ -287,7 +287,7 @@ def process_group(launch: Launch) -> Iterator[tuple[dist.ProcessGroup | None, di
             store = dist.PrefixStore(meeting(store, rank, world), store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=FOREVER)
             stop_pulse = start_pulse(rank, world)
-        yield dist.group.WORLD, store
+        yield Axis("host", world, rank, dist.group.WORLD, store=store, line="all ranks")
     except Interrupted as e:
         if rank == 0:
             print(e, file=sys.stderr, flush=True)
