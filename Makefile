@@ -30,7 +30,7 @@ gpu:  # no environment: the machine's own python3, whatever torch it has
 	$(PYTHON) -m bench.gpu_hour --out='$(or $(OUT),out/gpu_hour)'
 
 papers: $(VENV)/.installed-dev data/stdlib/meta.json
-	$(BIN)/python -m bench.papers
+	$(BIN)/python -m research.papers
 
 same-losses: $(VENV)/.installed data/stdlib/meta.json
 	$(BIN)/python -m bench.same_losses $(BASE) $(if $(ONE),--one)

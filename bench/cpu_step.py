@@ -24,6 +24,7 @@ from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
+from testing.rivals import gpt2_of_transformers, llama_of_transformers
 
 MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
           "default": dict(position="rope", bias=False, gelu="exact"),
@@ -44,23 +45,6 @@ def autograd_step(module, loss):
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         adamw.step()
     return step
-
-
-def gpt2_of_transformers(cfg):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
-        n_head=cfg.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        attn_implementation="sdpa",
-        activation_function="gelu_pytorch_tanh"))  # torch's fused kernel; gelu_new is slower still
-
-
-def llama_of_transformers(cfg):
-    from transformers import LlamaConfig, LlamaForCausalLM
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.inner_width,
-        num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
-        max_position_embeddings=cfg.block_size, use_cache=False, attn_implementation="sdpa"))
 
 
 TRANSFORMERS = {"gpt2": gpt2_of_transformers, "llama": llama_of_transformers}

@@ -1,5 +1,5 @@
 """The dry run: longest contexts and fastest layouts, and estimates beside runs here. Beside the papers:
-bench/papers.
+research/papers.
 
     python -m bench.estimate contexts     the longest contexts of the 7B model on eight GPUs
     python -m bench.estimate models       the fastest layout and the longest context of the models of config/

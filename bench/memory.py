@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
-from bench.cpu_step import MODELS, autograd_step, llama_of_transformers
+from bench.cpu_step import MODELS, autograd_step
 from bench.machine import machine
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from model import GPT, initial_weights
+from testing.rivals import llama_of_transformers
 
 ROOT = Path(__file__).parents[1]
 LAYERS, HEADS, HIDDEN = 2, 4, 256

@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.machine import store_parts
-from bench.papers.metp_layer import CPU, MODELS
 from memo.config.layout import Layout
 from memo.parallel.mesh import Mesh
 from memo.plots.figures import plain
@@ -31,6 +30,7 @@ from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT, initial_weights
+from research.papers.metp_layer import CPU, MODELS
 from testing.ranks import pool
 
 RESULTS = Path(__file__).parent / "results"

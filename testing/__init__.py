@@ -1,1 +1,1 @@
-"""What tests and benches share: neither imports the other."""
+"""What tests, benches and research share: none of them imports another, but a bench research."""

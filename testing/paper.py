@@ -18,7 +18,7 @@ PAPER, METP, SPPO = (json.loads((Path(__file__).parent / f"{name}_paper.json").r
                      for name in ("memo", "metp", "sppo"))
 GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
 # Of the paper's 2 TB: torch's pinned cache rounds blocks up to powers of two. Set to the cells of 7B that ran
-# out of it (bench/papers/memo_fit.py)
+# out of it (research/papers/memo_fit.py)
 HOST_BYTES = 1.035e12
 LONG = 65536  # tokens from which a sequence takes more than one GPU: below, MEMO's rows are Megatron-LM's
 SEQUENCES = 16  # of a step: MEMO 5.1, a global batch of 16

@@ -12,8 +12,8 @@ from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.system import hardware
 from memo.verify.reference import ReferenceLayer, attend_fast
-from testing.baseline_layer import ROTARY, logit_bytes, passes
-from testing.baselines import (
+from research.baseline_layer import ROTARY, logit_bytes, passes
+from research.baselines import (
     DEEPSPEED,
     FP32,
     MEGATRON,
@@ -111,7 +111,7 @@ def test_bytes_of_the_loss(system, ranks):
 
 
 def test_passes_of_a_layer():
-    """In C of a token, as docs/baselines.md has them; Ulysses copies q, k, v and the output once each way."""
+    """In C of a token, as research/baselines.md has them; Ulysses copies q, k, v, output once each way."""
     cfg = Layout(**SHAPE)
     ring, shared = (replace(cfg, cp=2, context_parallel=how) for how in ("ring", "ulysses"))
     of = {name: [n / cfg.n_embd for n in passes(*those)] for name, those in dict(

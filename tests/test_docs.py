@@ -11,7 +11,8 @@ from memo.errors import ConfigError
 from memo.run.load_config import load_config
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/nullcuda/README.md"]
+PAGES = [*(page for folder in ("", "docs", "research") for page in sorted((ROOT / folder).glob("*.md"))),
+         ROOT / "tests/nullcuda/README.md"]
 BLOCK = re.compile(r"^    (?:\$ )?((?:python|torchrun|make|sbatch) (?:.*\\\n)*.*)\n(?:    (error: "
                    r"(?:.+\n)+))?", re.M)
 
@@ -41,8 +42,8 @@ def commands():
 
 
 def test_every_file_is_on_the_map_once_and_nothing_else_is():
-    patterns = ("*.py", "memo/**/*.py", "memo/**/*.cpp", "config/*.*", "bench/**/*.py", "research/*.py",
-                "docs/*.md")
+    patterns = ("*.py", "memo/**/*.py", "memo/**/*.cpp", "config/*.*", "bench/**/*.py", "research/**/*.py",
+                "docs/*.md", "research/**/*.md")
     files = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)
              if path.name != "__init__.py"}
     rows = re.findall(r"^\| `([^`]+\.\w+)` \| .+ \|$", text_of(ROOT / "docs/architecture.md"), re.M)
@@ -56,8 +57,9 @@ def test_every_result_is_told_of():
 
 
 def test_every_file_that_is_named_exists():
+    folders = "memo|bench|research|testing|tests|config|docs|data"
     for page in PAGES:
-        for name in re.findall(r"`((?:memo|bench|tests|config|docs|data)/[\w/]+\.\w+)`", text_of(page)):
+        for name in re.findall(rf"`((?:{folders})/[\w/]+\.\w+)`", text_of(page)):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 

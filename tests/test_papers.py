@@ -16,7 +16,7 @@ MEMO, METP = (json.loads((ROOT / f"bench/results/papers/{paper}.json").read_text
 @pytest.mark.slow
 def test_what_is_committed_is_found_again():
     parts = ["memo.averages", "memo.table4", "memo.table5", "sppo.table3", "sppo.figure7"]
-    done = subprocess.run([sys.executable, "-m", "bench.papers", "--check", *parts], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, "-m", "research.papers", "--check", *parts], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
 

@@ -80,7 +80,7 @@ LEAST_FP8 = (8, 9)  # the compute capability from which there are FP8 products
 ARCHITECTURES = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
 
 # PCIe while all GPUs copy at once: MEMO's node gets 10.5e9 of its nominal 32e9 (set to the best alphas of its
-# Table 5: bench/papers/memo_fit.py). In the others pairs of GPUs share a switch's x16 uplink: half of what
+# Table 5: research/papers/memo_fit.py). In the others pairs of GPUs share a switch's x16 uplink: half of what
 # one link carries, 25e9 (gen 4) or 50e9
 NODES = {
     # MEMO 5.1: 2 TB, NVLink 400 GB/s both ways together, InfiniBand 200 GB/s a node
@@ -110,7 +110,7 @@ FP8_OVER_BF16 = 2
 # set by hand: memory, what NCCL gets of NVLink and of InfiniBand with large messages, and how much of the tp
 # ranks' messages beside products (memo/parallel/tp.py) hides: NCCL's kernels take their multiprocessors
 REST = {"memory": 0.8, "link": 0.8, "network": 0.9, "hidden": 0.75}
-# fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): bench/papers/memo_fit.py
+# fitted to the 7B rows of MEMO's Table 3 from 64K on and of its Table 4 (A800): research/papers/memo_fit.py
 AMPERE = {"matmul": 0.744, "attention forward": 0.663, "attention backward": 0.603}
 # of attention kernels in bf16, head dimension 128, 64 query heads on 8 of keys, causal and without mask
 # ("full"), at 4K, 8K, 16K and 32K keys. Source: NVIDIA's cudnn-frontend, benchmark/: on an H200 (an H100's

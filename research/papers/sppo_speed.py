@@ -1,8 +1,8 @@
 """Table 4 and Figures 10 to 12 of SPPO (arXiv 2503.10377) by dry run: its configurations in two forms, its
 own, which recomputes nothing (activation=swap: rows whose copies do not hide stay on the device), and MEMO's,
 which recomputes them (activation=memo). Beside them, on the same GPUs: Megatron-LM and DeepSpeed-Ulysses with
-ZeRO-3, each in the fastest layout of its own (testing/baselines.py), Megatron-LM with as many stages as SPPO,
-and memo in the fastest layout of one stage and whole sequences.
+ZeRO-3, each in the fastest layout of its own (research/baselines.py), Megatron-LM with as many stages as
+SPPO, and memo in the fastest layout of one stage and whole sequences.
 
 Models, GPUs, SP, PP, N and lengths are the paper's; its SP is tp inside a node, with cp where that is not
 enough. Subsequences have equal FLOPs. The GPUs are A100 with 80 GB, eight a node with 2 TB and four links of
@@ -15,9 +15,6 @@ from itertools import product
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, MILLION, Part, points, thousands
-from bench.papers.rivals import MODELS, NAMES, fastest, told
-from bench.papers.sppo_sizes import FIGURE5, LAYERS, LINK, Stage
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.report import layout_of
@@ -26,7 +23,10 @@ from memo.estimate.search import longest as longest_estimate
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.system import hardware
 from memo.system.hardware import GIB
-from testing.baselines import DEEPSPEED, MEGATRON, best, longest
+from research.baselines import DEEPSPEED, MEGATRON, best, longest
+from research.papers.page import DRY, MILLION, Part, points, thousands
+from research.papers.rivals import MODELS, NAMES, fastest, told
+from research.papers.sppo_sizes import FIGURE5, LAYERS, LINK, Stage
 from testing.paper import PAPER, SEQUENCES, SPPO, config_of, rows_of_table3
 
 FORMS = "swap", "memo"
@@ -202,7 +202,7 @@ def offload_note(found):
     lost = [100 * (1 - full.tgs / adaptive.tgs) for adaptive, full, _ in found.values()]
     papers = (1 - FACTS11["full_offload_13b_512k"],
               1 - FACTS11["full_offload_65b_640k"] / FACTS11["adaptive_65b"])
-    stage, (gb, *_), (ms, *_) = Stage(8), *FIGURE5[8].values()
+    stage, ((gb, *_), (ms, *_)) = Stage(8), FIGURE5[8].values()
     by_stage, by_layer = (stage.stall_s([1.0] * 7 + [0.0], layers) for layers in (1, LAYERS))
     return (f"Full offload makes 13B {lost[0]:.1f}% slower (the paper: {papers[0]:.0%}, than without "
             f"offload) and 65B {lost[1]:.1f}% slower than adaptive (the paper: {papers[1]:.0%}). One "
@@ -218,10 +218,11 @@ def msp_note(helped):
     won = [f"{100 * (FACTS11[f'msp_{model}'] / FACTS11[f'adaptive_{model}'] - 1):.0f}%"
            for model in ("13b", "65b")]
     (here, fast), (here_65b, fast_65b) = helped.values()
-    return (f"[MSP](pipeline.md#stages-that-help-others-msp) gives 13B {here[1]:.1f}% (the paper: {won[0]}) "
-            f"and 65B {here_65b[1]:.1f}% (the paper: {won[1]}). Of the 56 units next to the bubbles "
-            f"{here[0]} and {here_65b[0]} are helped. Messages keep it from more: a layer's weights, keys "
-            "and values of all subsequences before, and gradients of both in fp32 on the way back. On a "
+    return (f"[MSP](../docs/pipeline.md#stages-that-help-others-msp) gives 13B {here[1]:.1f}% "
+            f"(the paper: {won[0]}) and 65B {here_65b[1]:.1f}% (the paper: {won[1]}). Of the 56 units "
+            f"next to the bubbles {here[0]} and {here_65b[0]} are helped. Messages keep it from more: a "
+            "layer's weights, keys and values of all subsequences before, and gradients of both in fp32 on "
+            "the way back. On a "
             f"network of {FASTER} times the speed {fast[0]} and {fast_65b[0]} units would be helped, and MSP "
             f"would give {fast[1]:.1f}% and {fast_65b[1]:.1f}%.")
 

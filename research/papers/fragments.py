@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from bench.papers.page import SIMULATED, Part
 from memo.planner.allocator import ALIGNMENT
 from memo.planner.plan import plan_trace
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.run.rehearsal import FakeArena
 from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from research.caching import SimulatedOutOfMemory, simulate_caching
+from research.papers.page import SIMULATED, Part
 from testing.paper import PAPER
 
 LAYERS, C, HEADS, V, TP, CP, BF16 = 32, 4096, 32, 50304, 4, 2, 2

@@ -1,4 +1,4 @@
-"""Megatron-LM and DeepSpeed-Ulysses with ZeRO-3 as testing/baselines.py models them, beside what MEMO (arXiv
+"""Megatron-LM and DeepSpeed-Ulysses with ZeRO-3 as research/baselines.py models them, beside what MEMO (arXiv
 2407.12117) measured of them: its Table 3, and of Table 4 the rows that recompute everything.
 
 Each cell is the fastest of the system's layouts that fits, 16 sequences a step: once with every way to
@@ -14,14 +14,14 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, Part, points, thousands
 from memo.config.layout import Layout
 from memo.estimate.arena import fast_arena
 from memo.estimate.search import MODES, estimate_or_none, layouts, speed
 from memo.plots.figures import BLUE, GREY, ORANGE, plain
 from memo.system import hardware
 from memo.system.hardware import Speeds
-from testing.baselines import DEEPSPEED, MEGATRON, Recompute, RivalLayout, best, device_bytes, run
+from research.baselines import DEEPSPEED, MEGATRON, Recompute, RivalLayout, best, device_bytes, run
+from research.papers.page import DRY, Part, points, thousands
 from testing.paper import GPUS, LONG, PAPER, SEQUENCES, config_of, rows_of_table3
 
 A800 = hardware.machine("a800-80gb")

@@ -1,4 +1,4 @@
-"""The page docs/papers.md and its parts: what a part is, how its facts become Markdown."""
+"""The page research/papers.md and its parts: what a part is, how its facts become Markdown."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "bench/results/papers", ROOT / "docs/papers.md"
+RESULTS, PAGE = ROOT / "bench/results/papers", ROOT / "research/papers.md"
 DRY, SIMULATED, MEASURED, COUNTED = "dry run", "simulated", "measured on the CPU", "counted"
 MILLION = 2**20  # tokens
 Facts = dict[str, Any]
@@ -93,7 +93,7 @@ def filled(text: str) -> str:
 
 
 def section(name: str, part: Part, facts: Facts) -> str:
-    source = filled(f"*{part.source}; here: {part.how}, `python -m bench.papers {name}`.*")
+    source = filled(f"*{part.source}; here: {part.how}, `python -m research.papers {name}`.*")
     picture = f"![{part.title}](../bench/results/papers/{name.replace('.', '_')}.png)\n"
     return "\n".join([f"### {part.title}\n", source, *(table(head, rows) for head, rows in facts["tables"]),
                       *map(filled, facts.get("notes", ())),
@@ -101,7 +101,7 @@ def section(name: str, part: Part, facts: Facts) -> str:
 
 
 def page(papers: dict[str, Any], found: dict[str, Facts]) -> str:
-    """docs/papers.md, of {paper: module with NAME, ABOUT and PARTS} and {paper: {part: facts}}."""
+    """research/papers.md, of {paper: module with NAME, ABOUT and PARTS} and {paper: {part: facts}}."""
     text = INTRODUCTION
     for paper, module in papers.items():
         text += f"\n## {module.NAME}\n\n{filled(module.ABOUT)}"
@@ -113,15 +113,15 @@ def page(papers: dict[str, Any], found: dict[str, Facts]) -> str:
 
 INTRODUCTION = """# The papers beside memo
 
-<!-- written by bench/papers; change that, then `make papers` -->
+<!-- written by research/papers; change that, then `make papers` -->
 
 Tables and figures of the three papers that memo implements, as far as arithmetic, a trace, a simulation or a
 CPU can repeat them. `make papers` writes this page, its pictures and `bench/results/papers/` anew. **No GPU
 has run memo**, so each part says how its figures came about:
 
-- *dry run*: the arithmetic of [memo.estimate](estimate.md), on the hardware that the paper names. Five of its
-  figures are [fitted](#the-fit) to MEMO's 7B rows alone: three speeds of the A800, which the A100 has too,
-  PCIe's rate and the host memory of MEMO's nodes;
+- *dry run*: the arithmetic of [memo.estimate](../docs/estimate.md), on the hardware that the paper names.
+  Five of its figures are [fitted](#the-fit) to MEMO's 7B rows alone: three speeds of the A800, which the A100
+  has too, PCIe's rate and the host memory of MEMO's nodes;
 - *simulated*: rules played through, as of a schedule or of torch's allocator;
 - *counted*: bytes or elements that a traced layer asks for or sends;
 - *measured on the CPU*: computed here, small.

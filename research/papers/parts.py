@@ -1,6 +1,6 @@
-"""What bench.papers makes, by its names, and what is committed of it.
+"""What research.papers makes, by its names, and what is committed of it.
 
-    python -m bench.papers.parts memo.table5     prints the facts of a part, as JSON
+    python -m research.papers.parts memo.table5     prints the facts of a part, as JSON
 """
 
 import json
@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 
-from bench.papers import beyond, memo, metp, sppo
-from bench.papers.page import RESULTS
 from memo.system.files import save_json
+from research.papers import beyond, memo, metp, sppo
+from research.papers.page import RESULTS
 
 PAPERS = {"memo": memo, "metp": metp, "sppo": sppo, "beyond": beyond}
 EVERY = {f"{paper}.{name}": part for paper, module in PAPERS.items() for name, part in module.PARTS.items()}

@@ -4,9 +4,6 @@ what is timed in bench/metp_time.py."""
 import matplotlib.pyplot as plt
 import torch
 
-from bench.papers import metp_layer
-from bench.papers.metp_layer import CLAIMS, CPU, RANKS
-from bench.papers.page import DRY, MEASURED, Part, points
 from memo.config.layout import Layout
 from memo.decide.where import GAPS
 from memo.estimate.arena import fast_arena, traced_arena
@@ -21,6 +18,9 @@ from memo.states.passes import Model
 from memo.system import hardware
 from memo.system.axis import Axis
 from model import GPT, initial_weights
+from research.papers import metp_layer
+from research.papers.metp_layer import CLAIMS, CPU, RANKS
+from research.papers.page import DRY, MEASURED, Part, points
 from testing.ranks import pool
 
 NAME = "METP"

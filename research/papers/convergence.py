@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import train
-from bench.cpu_step import gpt2_of_transformers
-from bench.papers.page import MEASURED, Part
 from memo.data.batch import open_dataset
 from memo.errors import ConfigError
 from memo.plots.figures import BLUE, GREEN, GREY, plain, smooth
 from memo.run.load_config import load_config
 from memo.run.loggers import read_metrics
+from research.papers.page import MEASURED, Part
+from testing.rivals import gpt2_of_transformers
 
 STEPS, RIVAL = 200, "transformers, checkpointing"
 MODEL = dict(block_size=1024, dataset="stdlib", device="cpu", max_iters=STEPS, warmup_iters=20,

@@ -3,14 +3,14 @@ ratios are in sppo_sizes.py, its configurations in sppo_speed.py."""
 
 import matplotlib.pyplot as plt
 
-from bench.papers import sppo_sizes, sppo_speed
-from bench.papers.page import COUNTED, DRY, SIMULATED, Part
-from bench.papers.sppo_speed import gpus, sppo_config
 from memo.config.formulas import layer_forward_flops
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.msp import helped_units
 from memo.estimate.unit_seconds import layer_seconds
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
+from research.papers import sppo_sizes, sppo_speed
+from research.papers.page import COUNTED, DRY, SIMULATED, Part
+from research.papers.sppo_speed import gpus, sppo_config
 from testing.paper import SPPO
 
 NAME = "SPPO"

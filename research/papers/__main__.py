@@ -1,9 +1,9 @@
-"""The papers' tables and figures beside memo: docs/papers.md, and JSON and pictures in bench/results/papers/.
+"""The papers' tables and figures beside memo: writes research/papers.md, and bench/results/papers/.
 
-    python -m bench.papers                      all
-    python -m bench.papers memo                 one paper, or `beyond`: the same jobs by all of them
-    python -m bench.papers memo.table5          one part
-    python -m bench.papers --check memo.table5  writes nothing: is what is committed found again?
+    python -m research.papers                      all
+    python -m research.papers memo                 one paper, or `beyond`: the same jobs by all of them
+    python -m research.papers memo.table5          one part
+    python -m research.papers --check memo.table5  writes nothing: is what is committed found again?
 
 A part is kept as soon as it is made. One that fails stays as it was, and the exit code is 1.
 """
@@ -12,10 +12,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from difflib import get_close_matches
 
-from bench.papers.page import PAGE, RESULTS, page
-from bench.papers.parts import EVERY, PAPERS, committed, keep, known, made
 from memo.errors import ConfigError, reason
 from memo.system.command import Arguments, run
+from research.papers.page import PAGE, RESULTS, page
+from research.papers.parts import EVERY, PAPERS, committed, keep, known, made
 
 CORES = 2  # so many parts are made at a time
 
@@ -53,16 +53,16 @@ def main(argv):
                 if not args.check:
                     keep(one, facts)
                 elif facts != committed(one):
-                    tell(f"{one} is not as committed; try python -m bench.papers {one}")
+                    tell(f"{one} is not as committed; try python -m research.papers {one}")
             except Exception as e:
-                tell(f"{one} failed: {reason(e)}; try python -m bench.papers.parts {one}")
+                tell(f"{one} failed: {reason(e)}; try python -m research.papers.parts {one}")
     finally:
         workers.shutdown(cancel_futures=True)
     text = page(PAPERS, {paper: known(paper) for paper in PAPERS})
     if not args.check:
         PAGE.write_text(text)
     elif text != PAGE.read_text():
-        tell(f"{PAGE.name} is not what {RESULTS.name}/*.json give; try python -m bench.papers")
+        tell(f"{PAGE.name} is not what {RESULTS.name}/*.json give; try python -m research.papers")
     return 1 if wrong else 0
 
 

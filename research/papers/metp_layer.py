@@ -5,7 +5,6 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 
-from bench.papers.page import COUNTED, Part, thousands
 from memo.config.layer import head_groups, n_rows, tensors_of
 from memo.config.layout import Layout
 from memo.parallel.mesh import Mesh
@@ -16,6 +15,7 @@ from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.hardware import GIB
 from model import GPT
+from research.papers.page import COUNTED, Part, thousands
 from testing.paper import METP
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from itertools import accumulate
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import SIMULATED, Part
 from memo.config.formulas import layer_forward_terms
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.layout import Layout
@@ -23,6 +22,7 @@ from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
 from memo.schedule.waits import schedule
 from memo.system import hardware
+from research.papers.page import SIMULATED, Part
 from testing.paper import SPPO
 
 S, LAYERS, RANKS, BF16 = SPPO["figure5"]["tokens"], 10, 8, 2

@@ -1,8 +1,8 @@
 """What memo is compared with, by arithmetic: Megatron-LM, and DeepSpeed-Ulysses with ZeRO-3, each in the
-fastest layout of its own space that fits. Tests and bench have both from here.
+fastest layout of its own space that fits. The papers' page and tests have both from here.
 
 Fair to their owners: the same rates of kernels, links and memory as in memo's dry run, for what their own
-code does (testing/baseline_layer.py); and a rival has the device to the last byte: no fragments, no margin.
+code does (research/baseline_layer.py); and a rival has the device to the last byte: no fragments, no margin.
 
 A layer keeps for its backward what Korthikanti et al. (arXiv 2205.05198, section 4) count, with flash
 attention, which keeps no scores, and without dropout: 32 bytes a token and element of C for GPT (34 with the
@@ -22,7 +22,7 @@ from memo.decide.choose import degrees_of
 from memo.estimate.pipeline_seconds import data_s, embedding_s, hop_s, optimizer_s
 from memo.estimate.search import config_with
 from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from testing.baseline_layer import BF16, DEEPSPEED, FP32, MEGATRON, head_s, layer_s, logit_bytes
+from research.baseline_layer import BF16, DEEPSPEED, FP32, MEGATRON, head_s, layer_s, logit_bytes
 
 OPTIMIZER_BYTES = 12  # of a parameter: weight and two moments in fp32
 MOST_TP = 16

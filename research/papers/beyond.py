@@ -3,9 +3,6 @@ machine."""
 
 from dataclasses import replace
 
-from bench.papers.memo_lengths import whole
-from bench.papers.page import DRY, MILLION, Part, points
-from bench.papers.rivals import A800
 from memo.decide.choose import degrees_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest
@@ -19,6 +16,9 @@ from memo.estimate.search import (
     speed,
 )
 from memo.system.hardware import GIB
+from research.papers.memo_lengths import whole
+from research.papers.page import DRY, MILLION, Part, points
+from research.papers.rivals import A800
 from testing.paper import PAPER, SPPO, config_of, rows_of_table3
 
 NAME = "Beyond the papers"

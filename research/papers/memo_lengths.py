@@ -3,8 +3,6 @@ longest contexts (11a, b), 7B on 64 GPUs (11c)."""
 
 import matplotlib.pyplot as plt
 
-from bench.papers.page import DRY, MILLION, Part, cell, points, thousands
-from bench.papers.rivals import A800, of_rival
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import degrees_of
@@ -16,8 +14,10 @@ from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import layer_seconds
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.system.hardware import GIB
-from testing.baselines import DEEPSPEED, MEGATRON
-from testing.baselines import longest as longest_rival
+from research.baselines import DEEPSPEED, MEGATRON
+from research.baselines import longest as longest_rival
+from research.papers.page import DRY, MILLION, Part, cell, points, thousands
+from research.papers.rivals import A800, of_rival
 from testing.paper import PAPER, SEQUENCES, of_that_width, paper_config
 
 BF16 = 2

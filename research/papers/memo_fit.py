@@ -6,13 +6,13 @@ from math import ceil, inf, log2
 
 from scipy.optimize import least_squares
 
-from bench.papers.page import DRY, Part, off, thousands
-from bench.papers.rivals import A800, MODELS
 from memo.config.layer import tensors_of
 from memo.estimate.arena import ArenaBytes, fast_arena
 from memo.estimate.budget import estimate
 from memo.system import hardware
 from memo.system.hardware import Speeds
+from research.papers.page import DRY, Part, off, thousands
+from research.papers.rivals import A800, MODELS
 from testing.paper import (
     HOST_BYTES,
     LONG,

@@ -6,18 +6,18 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 
-from bench.papers import convergence, fragments, memo_fit, memo_lengths, rivals
-from bench.papers.memo_fit import FROM_64K, SHORT
-from bench.papers.memo_lengths import in_its_width
-from bench.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, thousands
-from bench.papers.rivals import A800, MODELS
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.search import search
 from memo.plots.figures import BLUE, GREY, ORANGE, plain
 from memo.system.hardware import GIB
-from testing.baseline_layer import FP32, logit_bytes
-from testing.baselines import DEEPSPEED, MEGATRON
+from research.baseline_layer import FP32, logit_bytes
+from research.baselines import DEEPSPEED, MEGATRON
+from research.papers import convergence, fragments, memo_fit, memo_lengths, rivals
+from research.papers.memo_fit import FROM_64K, SHORT
+from research.papers.memo_lengths import in_its_width
+from research.papers.page import DRY, OFF_HEAD, Part, cell, off, off_row, thousands
+from research.papers.rivals import A800, MODELS
 from testing.paper import GPUS, LONG, PAPER, of_that_width, paper_config, rows_of_table3
 
 NAME = "MEMO"
