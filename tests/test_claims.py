@@ -113,14 +113,35 @@ def short(layout):
     return layout.replace("=", "").replace(" dp1", "")
 
 
+def figures(got):
+    """N, MFU and repeated attention as docs/longest.md has them."""
+    return (f"{got['subsequences']}, {100 * got['mfu']:.1f}, {100 * got['repeated']:.0f}" if got["tokens"]
+            else "")
+
+
+def cells(name, *texts):
+    return re.sub(" +", " ", f"| {name} | {' | '.join(texts)} |")
+
+
 def lines_of_lengths():
     """Tables of docs/longest.md."""
     found = result("longest")
-    for machine, of in (*found["table"].items(), *found["elsewhere"].items()):
-        for model, got in of.items():
-            cells = (f"{got['tokens']:,} | {got['subsequences']} | ... | {got['mfu']:.1%} | "
-                     f"{got['repeated']:.0%} |" if got["tokens"] else "none |")
-            yield f"| {machine} | {model} | {cells}"
+    machines = {"1 x RTX 4090, 128 GB": "1 x 4090", "1 x H100-80GB, 2 TB": "1 x H100",
+                "8 x A800-80GB, the paper's": "8 x A800", "8 x H100-80GB": "8 x H100", "8 x H200": "8 x H200",
+                "64 x H100-80GB": "64 x H100"}
+    assert {*machines} == {*found["table"]}
+    for head in "tokens", "N, MFU, repeated":
+        yield cells(head, *machines.values())
+    for model in found["table"]["8 x H200"]:
+        of_model = [found["table"][machine][model] for machine in machines]
+        yield cells(model, *(f"{got['tokens']:,}" if got["tokens"] else "none" for got in of_model))
+        yield cells(model, *map(figures, of_model))
+    models = "7B", "Llama-3-8B", "Qwen3-8B", "Llama-2-70B"
+    yield cells("states on the host", *models)
+    for machine, of in found["elsewhere"].items():
+        assert {*of} <= {*models}
+        yield cells(machine, *((f"{of[model]['tokens']:,}: {figures(of[model])}" if of[model]["tokens"]
+                                else "none") if model in of else "" for model in models))
     for one in found["targets"]:
         got, unsaid = one["got"], "" if one["may_repeat"] else ", none repeated"
         wanted = f"{one['wanted_mfu']:.0%}" if one["wanted_mfu"] else "none"
@@ -131,10 +152,13 @@ def lines_of_lengths():
     for of in found["whole"].values():
         yield "Without repetition {} fits {:,} ...(MFU {:.1%}), {} {:,} ({:.1%}).".format(
             *(value for model, got in of.items() for value in (model, got["tokens"], got["mfu"])))
-    for one in found["cost"]:
-        for layout, by_number in one["layouts"].items():
-            cells = (f" {by_number[N]['mfu']:.1%}" if N in by_number else "" for N in ("1", "4", "16", "64"))
-            yield f"| {one['model']} | {short(layout)} |{' |'.join(cells)} |"
+    numbers = "1", "4", "16", "64"
+    yield cells("layout", *(f"{one['model']}, N = 1" if N == "1" else N
+                            for one in found["cost"] for N in numbers))
+    assert len({tuple(one["layouts"]) for one in found["cost"]}) == 1
+    for layout in found["cost"][0]["layouts"]:
+        by_number = [(one["layouts"].get(layout, {}), N) for one in found["cost"] for N in numbers]
+        yield cells(short(layout), *(f"{100 * of[N]['mfu']:.1f}" if N in of else "" for of, N in by_number))
     fewest, many = ([max(of[N]["mfu"] for of in one["layouts"].values() if N in of) for one in found["cost"]]
                     for N in ("1", "16"))
     costs = [f"{100 * (a - b):.1f}" for a, b in zip(fewest, many, strict=True)]
