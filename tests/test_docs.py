@@ -1,5 +1,6 @@
-"""The documents against the tree: the map, the links, the width, and every command that is shown."""
+"""The documents against the tree: folders, links, the width, and every command that is shown."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 from memo.errors import ConfigError
 from memo.run.load_config import load_config
+from tests.test_config import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*(page for folder in ("", "docs", "research") for page in sorted((ROOT / folder).glob("*.md"))),
@@ -41,14 +43,18 @@ def commands():
     return found
 
 
-def test_every_file_is_on_the_map_once_and_nothing_else_is():
-    patterns = ("*.py", "memo/**/*.py", "memo/**/*.cpp", "config/*.*", "bench/**/*.py", "research/**/*.py",
-                "docs/*.md", "research/**/*.md")
-    files = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)
-             if path.name != "__init__.py"}
-    rows = re.findall(r"^\| `([^`]+\.\w+)` \| .+ \|$", text_of(ROOT / "docs/architecture.md"), re.M)
-    assert [name for name in rows if name not in files] == []
-    assert [name for name in sorted(files) if rows.count(name) != 1] == []
+def test_the_tree_has_every_folder_once_and_each_file_says_what_it_is():
+    rows = re.findall(r"^\| (`[^|]+`) \| .+ \| .+ \|$", text_of(ROOT / "docs/architecture.md"), re.M)
+    there = [name for row in rows for name in re.findall(r"`([\w/]+/)`", row)]
+    tops = "memo", "config", "data", "tests", "testing", "bench", "research"
+    files = [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")]
+    folders = {f"{path.parent}/" if path.parts[0] == "memo" else f"{path.parts[0]}/" for path in files}
+    assert sorted(there) == sorted(folders)
+    assert [name for name in there if name.startswith("memo/") and name[5:-1] in PACKAGES] == [
+        f"memo/{name}/" for name in PACKAGES]
+    code = [path for path in files if path.parts[0] in ("memo", "testing", "bench", "research")]
+    assert [path for path in code if path.name != "__init__.py"
+            and not ast.get_docstring(ast.parse((ROOT / path).read_text()))] == []
 
 
 def test_every_result_is_told_of():
