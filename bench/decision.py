@@ -35,9 +35,8 @@ from memo.config.config import Config
 from memo.config.layer import n_rows, tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import choose_subsequences
-from memo.decide.placing import place_rows, placed
 from memo.decide.step_seconds import UnitRates, layers_s, step_seconds
-from memo.decide.where import GAPS, Room, decide, problem_of, ways_of
+from memo.decide.where import GAPS, Room, decide, place_rows, placed, problem_of, ways_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.run import reserve

@@ -40,8 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.machine import store_parts
 from bench.state_targets import targets
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.buffers import copy_bytes
 from memo.memory.slab import HostSlab
 from memo.plots.figures import BLUE, GREEN, GREY, plain, timeline

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from bench.machine import store_parts
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths
-from memo.decide.placing import placed
-from memo.estimate.picture import REGION_COLORS
+from memo.config.layout import Layout, subsequence_lengths
+from memo.decide.where import placed
+from memo.estimate.report import REGION_COLORS
 from memo.planner.trace import requests_of
 from memo.plots.figures import plain, planned_rectangles, pyplot
 from memo.run.reserve import plan_memory

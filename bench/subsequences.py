@@ -27,7 +27,7 @@ from bench.machine import store_parts
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
 from memo.data.batch import open_dataset
-from memo.decide.placing import placed
+from memo.decide.where import placed
 from memo.memory.buffers import Swap
 from memo.plots.figures import plain
 from memo.run.load_config import load_config

@@ -23,8 +23,7 @@ import torch
 from bench.machine import machine
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.sizes import Sizes
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
 from memo.run import reserve

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 
 from memo.config.layer import KEYS_VALUES, SPLIT_ROWS, layer_of
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths
-from memo.decide.placing import placed
+from memo.config.layout import Layout, subsequence_lengths
+from memo.decide.where import placed
 from memo.memory.buffers import Swap
 from memo.schedule.spans import Span
 from memo.schedule.step import Moved, Op, Step

@@ -10,7 +10,7 @@ import torch
 
 from memo.config.layout import Layout
 from memo.config.msp import Shares, even_parts, shares_of
-from memo.decide.placing import placed
+from memo.decide.where import placed
 from memo.layer.edges import Edges
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.schedule.simulate import times_of_stages

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.schedule.streams import CpuMark, CpuMessages, CpuStream, Event, Streams, Timeline
 from memo.states.optim import Optimizer
 from memo.states.passes import Model

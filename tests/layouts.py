@@ -8,8 +8,7 @@ import torch
 
 from memo.checkpoint import checkpoint
 from memo.config.layer import tensors_of
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.views import views
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena

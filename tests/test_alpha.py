@@ -9,12 +9,10 @@ import pytest
 from scipy.optimize import linprog
 
 from memo.config.layer import decoder_layer, groups_of, tensors_of
-from memo.config.layout import Layout
-from memo.config.subsequences import unit_rows
+from memo.config.layout import Layout, unit_rows
 from memo.decide.alpha import AlphaProblem, fixed_alpha, largest_block_size, paper, per_tensor, plan
-from memo.decide.placing import placed, resting
 from memo.decide.step_seconds import StateSeconds, UnitRates, layers_s, step_seconds
-from memo.decide.where import Rates, Room, decide, place_whole, problem_of, ways_of
+from memo.decide.where import Rates, Room, decide, place_whole, placed, problem_of, resting, ways_of
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement, rows
 from memo.memory.sizes import Sizes

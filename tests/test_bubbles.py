@@ -10,10 +10,9 @@ import pytest
 import train
 from memo.config.layer import groups_of, tensors_of
 from memo.config.layout import Layout
-from memo.decide.bubbles import StageFacts, micro_batch_s, with_bubbles
-from memo.decide.placing import placed
+from memo.decide.pipeline import StageFacts, micro_batch_s, with_bubbles
 from memo.decide.step_seconds import Ends, UnitRates, layers_s, step_seconds
-from memo.decide.where import Placed, Rates, Room
+from memo.decide.where import Placed, Rates, Room, placed
 from memo.system.launch import Launch
 from testing.ranks import pool
 from tests.helpers import argv, bound_arena

@@ -14,9 +14,8 @@ from memo.config.config import Config, as_keys
 from memo.config.layer import layer_of, tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
-from memo.decide.placing import all_kept
 from memo.decide.step_seconds import layers_s, step_seconds
-from memo.decide.where import Rates, Room, decide, place_whole, problem_of
+from memo.decide.where import Rates, Room, all_kept, decide, place_whole, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena

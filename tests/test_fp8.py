@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from memo.config.layer import tensors_of
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths
+from memo.config.layout import Layout, subsequence_lengths
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate

@@ -11,8 +11,7 @@ import torch
 
 from memo.config.layer import layer_of, n_rows
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.placement import Placement
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of

@@ -14,12 +14,10 @@ import torch
 import train
 from memo.config.config import Config
 from memo.config.layer import tensors_of
-from memo.config.layout import Layout, check_streams
+from memo.config.layout import Layout, check_streams, slice_lengths, subsequence_lengths
 from memo.config.msp import Help, helped_units, with_turns
-from memo.config.subsequences import slice_lengths, subsequence_lengths
-from memo.decide.bubbles import StageFacts, micro_batch_s
 from memo.decide.choose import with_stages
-from memo.decide.sharing import decided_shares, even_shares, shared, with_shares
+from memo.decide.pipeline import StageFacts, decided_shares, even_shares, micro_batch_s, shared, with_shares
 from memo.decide.step_seconds import Ends, Lanes, UnitRates
 from memo.decide.where import Rates, Room
 from memo.errors import ConfigError

@@ -13,8 +13,7 @@ from memo.config.formulas import parameters
 from memo.config.layer import groups_of, layer_of, tensors_of
 from memo.config.layout import Layout
 from memo.decide.alpha import AlphaProblem, largest_block_size, paper
-from memo.decide.placing import place_rows
-from memo.decide.where import Rates, Room, problem_of, with_buffers
+from memo.decide.where import Rates, Room, place_rows, problem_of, with_buffers
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import estimate

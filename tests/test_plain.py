@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.placement import rows
 from memo.plain import kept_rows, take_memory, training_step
 from memo.schedule.streams import CpuStream, Streams, Timeline, close_streams, open_streams

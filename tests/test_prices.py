@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from memo.config.layout import Layout
-from memo.decide.placing import place_rows
 from memo.decide.step_seconds import step_seconds
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.estimate.pipeline_seconds import embedding_s, head_s
 from memo.estimate.unit_seconds import layer_seconds
 from memo.run import measure

@@ -10,8 +10,7 @@ import torch
 from memo import sample
 from memo.config.formulas import flops_per_sample, layer_forward_flops
 from memo.config.layer import head_groups
-from memo.config.layout import Layout
-from memo.config.subsequences import ALIGNED, subsequence_lengths
+from memo.config.layout import ALIGNED, Layout, subsequence_lengths
 from memo.data.batch import open_dataset
 from memo.errors import ConfigError
 from memo.kernels.ops import rotations

@@ -11,11 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memo.config.layer import groups_of
-from memo.config.layout import Layout
-from memo.config.subsequences import unit_rows
-from memo.decide.placing import place_rows, placed, with_stream
+from memo.config.layout import Layout, unit_rows
 from memo.decide.step_seconds import layers_s, step_seconds
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, placed, problem_of, with_stream
 from memo.estimate.regions import activation_lines
 from memo.memory.buffers import Swap
 from memo.memory.placement import Placement

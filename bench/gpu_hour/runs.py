@@ -21,8 +21,7 @@ from bench.floor import Kernels
 from bench.gpu_hour.notes import Skip, device, fitting, free_memory, is_oom, named, tensor_bytes, why_of
 from memo.config.formulas import mfu, tgs
 from memo.config.layer import head_rows, logit_bytes
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of
+from memo.decide.where import Room, place_rows, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.memory.slab import host_bytes

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from memo.config.config import Config
 from memo.config.keys import Keys
-from memo.config.layout import Layout, degrees
-from memo.config.subsequences import ALIGNED
+from memo.config.layout import ALIGNED, Layout, degrees
 from memo.errors import ConfigError
 
 LEAST_TOKENS = 2048  # of a subsequence that is proposed; with fewer the kernels are slow

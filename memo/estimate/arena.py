@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from memo.config import layer
 from memo.config.config import SUBSEQUENCE_KEYS, Config
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths
+from memo.config.layout import Layout, subsequence_lengths
 from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.kernels import backends

@@ -13,9 +13,8 @@ from memo.config.formulas import mfu, tgs
 from memo.config.layer import tensors_of
 from memo.config.layout import Layout, degrees
 from memo.decide import alpha
-from memo.decide.bubbles import StageFacts, with_bubbles
 from memo.decide.choose import Judged, choose
-from memo.decide.sharing import lane_bytes, shared
+from memo.decide.pipeline import StageFacts, lane_bytes, shared, with_bubbles
 from memo.decide.where import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import regions

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import fsum, sqrt
 
 from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths, unit_rows
+from memo.config.layout import Layout, subsequence_lengths, unit_rows
 from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
 from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes

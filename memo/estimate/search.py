@@ -11,8 +11,7 @@ from memo.config.keys import Keys, Value
 from memo.config.layout import Layout
 from memo.decide.alpha import AlphaProblem
 from memo.decide.choose import LEAST_TOKENS, Judged, degrees_of, stage_keys, stage_numbers
-from memo.decide.placing import place_rows
-from memo.decide.where import Room, problem_of, ways_of, with_buffers
+from memo.decide.where import Room, place_rows, problem_of, ways_of, with_buffers
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate

@@ -6,8 +6,7 @@ from functools import lru_cache
 from math import fsum
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
-from memo.config.layout import Layout
-from memo.config.subsequences import subsequence_lengths
+from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.step_seconds import UnitRates
 from memo.estimate.metp_seconds import Metp
 from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, dealing, total

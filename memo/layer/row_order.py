@@ -7,8 +7,7 @@ from math import inf
 
 import torch
 
-from memo.config.layout import Layout
-from memo.config.subsequences import slice_lengths
+from memo.config.layout import Layout, slice_lengths
 from memo.layer.tiles import CAUSAL, Mask, Meeting, Range, Ranges, rank_ranges, rows_of
 from memo.parallel.mesh import Mesh
 

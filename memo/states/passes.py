@@ -12,7 +12,7 @@ import torch
 
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
-from memo.decide.placing import all_kept, with_stream
+from memo.decide.where import all_kept, with_stream
 from memo.layer.activations import Activations
 from memo.layer.row_order import row_order
 from memo.memory.buffers import Swap, of_sequences

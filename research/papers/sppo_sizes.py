@@ -13,8 +13,7 @@ import matplotlib.pyplot as plt
 
 from memo.config.formulas import layer_forward_terms
 from memo.config.layer import KEYS_VALUES, layer_of
-from memo.config.layout import Layout
-from memo.config.subsequences import ALIGNED, equal_flops
+from memo.config.layout import ALIGNED, Layout, equal_flops
 from memo.estimate.unit_seconds import Block, UnitSeconds
 from memo.plots.figures import BLUE, GREY, ORANGE, plain
 from memo.schedule.program import Fates, Program

@@ -127,8 +127,8 @@ def two_steps(layout, axis_of):
 
     from memo.config.layer import layer_of
     from memo.config.layout import Layout
-    from memo.decide.placing import placed
-    from memo.decide.sharing import even_shares
+    from memo.decide.pipeline import even_shares
+    from memo.decide.where import placed
     from memo.parallel.mesh import Mesh
     from memo.states.optim import Optimizer
     from memo.states.passes import Model
