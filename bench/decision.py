@@ -35,12 +35,13 @@ from memo.config.config import Config
 from memo.config.layer import n_rows, tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import choose_subsequences
-from memo.decide.step_seconds import UnitRates, layers_s, step_seconds
+from memo.decide.step_seconds import UnitRates, step_seconds
 from memo.decide.where import GAPS, Room, decide, place_rows, placed, problem_of, ways_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.run import reserve
 from memo.run.measure import attentions, least_seconds, matmuls, row_passes
+from memo.schedule.periods import totals_of
 from memo.schedule.streams import CpuStream, Streams, Timeline
 from memo.states.passes import Model
 from memo.system import hardware
@@ -125,7 +126,7 @@ def simulated_s(cfg, placement, rates):
     """Seconds of all layers' forward and backward."""
     units = rates.units or [UnitRates(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
                                          rates.recompute_s)]
-    return sum(layers_s(placement, step_seconds(placement, tensors_of(cfg, 4), units,
+    return sum(totals_of(placement.program, step_seconds(placement, tensors_of(cfg, 4), units,
                                                 rates.offload_bytes_per_s))[:2])
 
 

@@ -11,11 +11,12 @@ from scipy.optimize import linprog
 from memo.config.layer import decoder_layer, groups_of, tensors_of
 from memo.config.layout import Layout, unit_rows
 from memo.decide.alpha import AlphaProblem, fixed_alpha, largest_block_size, paper, per_tensor, plan
-from memo.decide.step_seconds import StateSeconds, UnitRates, layers_s, step_seconds
+from memo.decide.step_seconds import StateSeconds, UnitRates, step_seconds
 from memo.decide.where import Rates, Room, decide, place_whole, placed, problem_of, resting, ways_of
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement, rows
 from memo.memory.sizes import Sizes
+from memo.schedule.periods import totals_of
 from memo.schedule.step import Op
 from testing.paper import PAPER
 from tests.helpers import gpt_layer
@@ -293,7 +294,7 @@ def rates_of(cfg, rate, backward=2.0, recompute=0.5):
 
 def step_of(placement, tensors, rates):
     """(seconds, of which waiting)."""
-    forward, backward, stall = layers_s(placement, step_seconds(
+    forward, backward, stall = totals_of(placement.program, step_seconds(
         placement, tensors, rates.units, rates.offload_bytes_per_s, rates.states))
     return forward + backward, stall
 
@@ -396,7 +397,8 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
         assert travels[i] <= min(A[i], link) + 1
     assert len(travels) == N - 2 and rests[-2:] == [0, 0]  # the last ones stay in their buffers
     units = [UnitRates(n, 1.0, 2.0, 0.0, 0.0, {}) for n in cuts]
-    forward, backward, stall = layers_s(placement, step_seconds(placement, problem.tensors, units, link))
+    forward, backward, stall = totals_of(
+        placement.program, step_seconds(placement, problem.tensors, units, link))
     assert (forward, backward, stall) == (N, 2 * N, 0)
     resident = sum(rests)
     if resident:  # on a device with half the room half as many rows stay

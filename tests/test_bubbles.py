@@ -10,9 +10,10 @@ import pytest
 import train
 from memo.config.layer import groups_of, tensors_of
 from memo.config.layout import Layout
-from memo.decide.pipeline import StageFacts, micro_batch_s, with_bubbles
-from memo.decide.step_seconds import Ends, UnitRates, layers_s, step_seconds
-from memo.decide.where import Placed, Rates, Room, placed
+from memo.decide.pipeline import micro_batch_s, with_bubbles
+from memo.decide.step_seconds import Ends, UnitRates, step_seconds
+from memo.decide.where import Placed, Rates, Room, StageFacts, placed
+from memo.schedule.periods import totals_of
 from memo.system.launch import Launch
 from testing.ranks import pool
 from tests.helpers import argv, bound_arena
@@ -49,7 +50,7 @@ def apart(stages):
 
 def alone_s(stage, placement):
     """Totals of a stage that waits for nobody."""
-    return layers_s(placement, step_seconds(placement, tensors_of(stage.cfg, 4), stage.rates.units,
+    return totals_of(placement.program, step_seconds(placement, tensors_of(stage.cfg, 4), stage.rates.units,
                                             stage.rates.offload_bytes_per_s))
 
 

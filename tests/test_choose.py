@@ -14,7 +14,7 @@ from memo.config.config import Config, as_keys
 from memo.config.layer import layer_of, tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import Judged, choose, choose_subsequences, numbers_of, with_stages
-from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Rates, Room, all_kept, decide, place_whole, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.__main__ import main
@@ -24,6 +24,7 @@ from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.unit_seconds import layer_seconds
 from memo.memory.placement import Placement
 from memo.run.prepare import saved_choice
+from memo.schedule.periods import totals_of
 from memo.system import hardware
 from tests.helpers import argv, choosing, losses
 
@@ -181,7 +182,8 @@ def simulated(room, rate):
             return Judged(inf, where="the host")
         tensors = tensors_of(one, 2)
         over = placement.device_bytes(tensors) - room.spare_bytes
-        forward, backward, _ = layers_s(placement, step_seconds(placement, tensors, layer.units, rate))
+        seconds = step_seconds(placement, tensors, layer.units, rate)
+        forward, backward, _ = totals_of(placement.program, seconds)
         return Judged(max(0, over), forward + backward, "the device")
     return judge
 
@@ -211,7 +213,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
                 tensors = tensors_of(one, 2)
                 if placement.device_bytes(tensors) <= room.spare_bytes:
                     seconds = step_seconds(placement, tensors, costs.units, rate)
-                    best = min(best, sum(layers_s(placement, seconds)[:2]))
+                    best = min(best, sum(totals_of(placement.program, seconds)[:2]))
     assert best < inf and got.seconds <= 1.03 * best
 
 

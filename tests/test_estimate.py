@@ -21,7 +21,7 @@ from memo import profiler
 from memo.config.config import Config
 from memo.config.layer import groups_of, n_rows, tensors_of
 from memo.config.layout import Layout
-from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
@@ -39,6 +39,7 @@ from memo.run import measure, prepare, rehearsal, reserve
 from memo.run.load_config import load_config
 from memo.run.prepare import arena_here
 from memo.run.trace_step import trace_step
+from memo.schedule.periods import totals_of
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
@@ -356,7 +357,7 @@ def test_the_schedule_event_by_event(n_buffers, rate):
 
     unit = SimpleNamespace(forward_s=0.01, backward_s=0.02, recompute_s=lambda missing: 0.0)
     seconds = step_seconds(p, tensors, [unit], rate)
-    forward, backward, stall = layers_s(p, lambda step: (
+    forward, backward, stall = totals_of(p.program, lambda step: (
         recompute_s[step.unit[0]] if step.kind == "recompute" else seconds(step)))
     args = p, tensors, 0.01, 0.02, recompute_s.__getitem__, rate
     assert (forward, backward) == pytest.approx(by_events(*args))

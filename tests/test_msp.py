@@ -17,9 +17,9 @@ from memo.config.layer import tensors_of
 from memo.config.layout import Layout, check_streams, slice_lengths, subsequence_lengths
 from memo.config.msp import Help, helped_units, with_turns
 from memo.decide.choose import with_stages
-from memo.decide.pipeline import StageFacts, decided_shares, even_shares, micro_batch_s, shared, with_shares
+from memo.decide.pipeline import decided_shares, even_shares, micro_batch_s, shared, with_shares
 from memo.decide.step_seconds import Ends, Lanes, UnitRates
-from memo.decide.where import Rates, Room
+from memo.decide.where import Rates, Room, StageFacts
 from memo.errors import ConfigError
 from memo.estimate import budget, report, search
 from memo.estimate.arena import fast_arena

@@ -12,12 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.config.layer import groups_of
 from memo.config.layout import Layout, unit_rows
-from memo.decide.step_seconds import layers_s, step_seconds
+from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Room, place_rows, placed, problem_of, with_stream
 from memo.estimate.regions import activation_lines
 from memo.memory.buffers import Swap
 from memo.memory.placement import Placement
 from memo.memory.slab import HostSlab
+from memo.schedule.periods import totals_of
 from memo.schedule.simulate import times_of
 from memo.schedule.spans import stall_s
 from memo.schedule.step import Moved, Op, Step, Unit
@@ -218,7 +219,7 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
             h.nbytes for _, h in swap.pairs.get(step, [])))
         units = [SimpleNamespace(recompute_s=lambda missing: 0.0)] * p.subsequences
         copied_s = step_seconds(p, tensors, units, 1.0)
-        *passes, stall_s = layers_s(p, lambda step: 1e3 if step.computes else copied_s(step))
+        *passes, stall_s = totals_of(p.program, lambda step: 1e3 if step.computes else copied_s(step))
         last = times.spans[Step(Op.BACKWARD, Unit(0, 0), back=True)]
         assert (sum(passes), stall_s) == (last[1], times.stall_s)
         copied = [h for step, pairs in swap.pairs.items() if step.op is Op.OFFLOAD for _, h in pairs]

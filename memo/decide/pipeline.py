@@ -10,29 +10,17 @@ end together, where that is faster."""
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import fsum, inf
 
 from memo.config import msp
-from memo.config.formulas import head_share, layer_forward_flops
+from memo.config.formulas import layer_forward_flops
 from memo.config.layer import tensors_of
 from memo.config.layout import ALIGNED, LANES, Layout, subsequence_lengths
-from memo.decide.alpha import AlphaProblem
-from memo.decide.step_seconds import Ends, UnitRates, step_seconds
-from memo.decide.where import (
-    STALL,
-    Placed,
-    Rates,
-    Room,
-    decide,
-    largest_part,
-    place_rows,
-    placed,
-    problems_of,
-    rests,
-)
+from memo.decide.step_seconds import UnitRates
+from memo.decide.where import STALL, Placed, StageFacts, largest_part, place_rows, placed, rests
 from memo.errors import OutOfHostMemory
 from memo.memory.flat import layer_numel
 from memo.memory.placement import Placement
@@ -43,59 +31,6 @@ from memo.system.hardware import COMMUNICATOR_BYTES
 
 WORTH = 1.01  # times what a stage copies alone: a smaller gain is not worth the simulations
 PART_HALVINGS = 3  # of the part of the seconds between subsequences that copies may take
-
-
-@dataclass(frozen=True)
-class StageFacts:
-    """What decides where a stage's activations live. `rates`: None where they do not matter to the stage."""
-
-    cfg: Layout  # says which stage
-    itemsize: int
-    rates: Rates | None
-    room: Room
-    ends: Ends | None
-
-    @property
-    def timed(self) -> bool:
-        """Says whether seconds are known, and decide."""
-        return bool(self.rates and self.rates.units and self.ends)
-
-    def seconds(self, placement: Placement) -> Callable[[Step], float]:
-        """Makes what gives the seconds of a step of the stage's schedule."""
-        assert self.rates is not None and self.ends is not None
-        rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
-        return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
-                            ends=self.ends)
-
-    def alone(self) -> Placed:
-        """Decides for the stage by itself. Errors: OutOfHostMemory."""
-        return decide(self.cfg, self.itemsize, self.rates, self.room)
-
-    @property
-    def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
-        """Counts for each subsequence seconds of the forwards of all layers, the same with embedding and
-        head, and of the message to the next stage."""
-        assert self.rates is not None and self.ends is not None
-        cfg, ends = self.cfg, self.ends
-        beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
-        layers = [len(cfg.layers) * unit.forward_s for unit in self.rates.units]
-        lengths = subsequence_lengths(cfg)
-        whole = [s + beside * n / sum(lengths) for s, n in zip(layers, lengths, strict=True)]
-        return layers, whole, ends.send_s
-
-    def problem(self, placement: Placement) -> AlphaProblem:
-        """Finds the problem that `placement` is an answer to."""
-        return next(problem for problem in problems_of(self.cfg, self.itemsize, self.rates, self.room)
-                    if problem.placement.stream == placement.stream)
-
-
-def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
-    """Makes the Ends of a stage that has measured its layers: the head goes at the speed of a layer's
-    forward, as head_share() counts it; its gradients take twice as long. Messages take no time."""
-    if rates is None:
-        return None
-    free = (0.0,) * len(subsequence_lengths(cfg))
-    return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
 
 
 def copied(placed: Placed) -> int:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from memo.config.layer import ATTENTION, Tensor
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
-from memo.schedule.periods import Totals, totals_of
 from memo.schedule.program import EMBEDDING
 from memo.schedule.step import COPIES, Moved, Op, Step
 
@@ -142,7 +141,3 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
                 return share * unit.sweep_s
         return beside_s
     return seconds
-
-
-def layers_s(placement: Placement, seconds: Callable[[Step], float]) -> Totals:
-    return totals_of(placement.program, seconds)

@@ -8,14 +8,16 @@ from functools import cache
 from math import ceil, inf
 from typing import NamedTuple
 
+from memo.config.formulas import head_share
 from memo.config.layer import INPUT, SPLIT_ROWS, Tensor, groups_of, keys_dealt, tensors_of
-from memo.config.layout import Layout, unit_rows
+from memo.config.layout import Layout, subsequence_lengths, unit_rows
 from memo.decide import alpha
-from memo.decide.alpha import AlphaProblem, SwapPlan
-from memo.decide.step_seconds import STAY, StateSeconds, UnitRates, layers_s, pieces_of, step_seconds
+from memo.decide.alpha import AlphaProblem, Fractions, SwapPlan
+from memo.decide.step_seconds import STAY, Ends, StateSeconds, UnitRates, pieces_of, step_seconds
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement, Rows, rows
-from memo.schedule.periods import Totals
+from memo.schedule.periods import Totals, totals_of
+from memo.schedule.step import Step
 
 
 def rests(cfg: Layout) -> bool:
@@ -23,7 +25,7 @@ def rests(cfg: Layout) -> bool:
     return cfg.activation == "swap" and cfg.subsequences > 1
 
 
-def resting(problem: alpha.AlphaProblem) -> Rows:
+def resting(problem: AlphaProblem) -> Rows:
     """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the
     link carries while the next unit computes; fewer, in the same proportion, where the device has less
     room. Source: SPPO 5.2, whose alpha_i A_i is what travels of subsequence i."""
@@ -83,7 +85,7 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
     return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
-def kept_rows(chosen: alpha.Fractions, most: alpha.Fractions, cuts: Sequence[int],
+def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
               granularity: int) -> dict[str, tuple[int, ...]]:
     """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; what that leaves of a
     subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
@@ -98,8 +100,8 @@ def kept_rows(chosen: alpha.Fractions, most: alpha.Fractions, cuts: Sequence[int
     return found
 
 
-def place_rows(cfg: Layout, problem: alpha.AlphaProblem,
-               recompute_s: dict[str, float] | None = None) -> tuple[Placement, alpha.SwapPlan | None]:
+def place_rows(cfg: Layout, problem: AlphaProblem,
+               recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """Makes rows of cfg.activation, cfg.alpha and cfg.alpha_mode, for the problem that a config poses. The
     SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it. Errors:
     OutOfHostMemory, before anything is allocated."""
@@ -293,7 +295,7 @@ def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
     def simulated(part: float) -> tuple[float, float, Placed]:
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
-        forward_s, backward_s, stall_s = totals = layers_s(placement, step_seconds(
+        forward_s, backward_s, stall_s = totals = totals_of(placement.program, step_seconds(
             placement, problem.tensors, rates.units, rate, rates.states))
         return forward_s + backward_s, stall_s, Placed(placement, plan, totals)
     seconds, stall_s, found = simulated(1.0)
@@ -313,6 +315,59 @@ def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
         part = (low + high) / 2
         low, high = (part, high) if hides(part) else (low, part)
     return low
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What decides where a stage's activations live. `rates`: None where they do not matter to the stage."""
+
+    cfg: Layout  # says which stage
+    itemsize: int
+    rates: Rates | None
+    room: Room
+    ends: Ends | None
+
+    @property
+    def timed(self) -> bool:
+        """Says whether seconds are known, and decide."""
+        return bool(self.rates and self.rates.units and self.ends)
+
+    def seconds(self, placement: Placement) -> Callable[[Step], float]:
+        """Makes what gives the seconds of a step of the stage's schedule."""
+        assert self.rates is not None and self.ends is not None
+        rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
+        return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
+                            ends=self.ends)
+
+    def alone(self) -> Placed:
+        """Decides for the stage by itself. Errors: OutOfHostMemory."""
+        return decide(self.cfg, self.itemsize, self.rates, self.room)
+
+    @property
+    def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
+        """Counts for each subsequence seconds of the forwards of all layers, the same with embedding and
+        head, and of the message to the next stage."""
+        assert self.rates is not None and self.ends is not None
+        cfg, ends = self.cfg, self.ends
+        beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
+        layers = [len(cfg.layers) * unit.forward_s for unit in self.rates.units]
+        lengths = subsequence_lengths(cfg)
+        whole = [s + beside * n / sum(lengths) for s, n in zip(layers, lengths, strict=True)]
+        return layers, whole, ends.send_s
+
+    def problem(self, placement: Placement) -> AlphaProblem:
+        """Finds the problem that `placement` is an answer to."""
+        return next(problem for problem in problems_of(self.cfg, self.itemsize, self.rates, self.room)
+                    if problem.placement.stream == placement.stream)
+
+
+def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
+    """Makes the Ends of a stage that has measured its layers: the head goes at the speed of a layer's
+    forward, as head_share() counts it; its gradients take twice as long. Messages take no time."""
+    if rates is None:
+        return None
+    free = (0.0,) * len(subsequence_lengths(cfg))
+    return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:

@@ -14,8 +14,8 @@ from memo.config.layer import tensors_of
 from memo.config.layout import Layout, degrees
 from memo.decide import alpha
 from memo.decide.choose import Judged, choose
-from memo.decide.pipeline import StageFacts, lane_bytes, shared, with_bubbles
-from memo.decide.where import Placed, Rates, Room, margin_bytes, problems_of, spare_bytes
+from memo.decide.pipeline import lane_bytes, shared, with_bubbles
+from memo.decide.where import Placed, Rates, Room, StageFacts, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import regions
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena

@@ -7,12 +7,13 @@ from math import fsum, sqrt
 
 from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
 from memo.config.layout import Layout, subsequence_lengths, unit_rows
-from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, layers_s, step_seconds
+from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, step_seconds
 from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes
 from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
 from memo.schedule.order import keys_leave
+from memo.schedule.periods import totals_of
 from memo.schedule.program import LAYER_PLACES
 from memo.schedule.simulate import Times, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
@@ -178,7 +179,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
             layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
     """Simulates a micro batch in one stage -> ({part: seconds}, [its layers' (forward, backward)])."""
     cfg, p, units = stage.cfg, stage.placement, layer.units
-    forward, backward, stall = stage.totals or layers_s(p, step_seconds(
+    forward, backward, stall = stage.totals or totals_of(p.program, step_seconds(
         p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
         state_seconds(cfg, machine, world, itemsize)))
     again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())

@@ -13,8 +13,18 @@ from memo.config.layout import Layout, pipeline_line, subsequences_line
 from memo.config.msp import Help, shares_lines
 from memo.decide import where
 from memo.decide.alpha import what_set_it
-from memo.decide.pipeline import StageFacts, measured_ends, shared, with_bubbles
-from memo.decide.where import Decision, Rates, Room, problem_of, rests, swaps_layers, ways_of
+from memo.decide.pipeline import shared, with_bubbles
+from memo.decide.where import (
+    Decision,
+    Rates,
+    Room,
+    StageFacts,
+    measured_ends,
+    problem_of,
+    rests,
+    swaps_layers,
+    ways_of,
+)
 from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason, warn
 from memo.estimate import regions, report
 from memo.estimate.arena import fast_arena, head_bytes
