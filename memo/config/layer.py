@@ -60,10 +60,9 @@ class Skeletal:
     """Describes one row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32
     statistic a token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns,
     otherwise by tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it,
-    for nothing else reads it; the statistic <name>_scale belongs to it (memo/kernels/fp8.py). `group`: the
-    "others" of MEMO, which are token-wise in what is always swapped, are rebuilt group by group, each from
-    what is there by then: what one costs depends on no other. None: always swapped. `made_by`: the operation
-    that makes the group, on its first tensor."""
+    with the statistic <name>_scale (memo/kernels/fp8.py). `group`: the "others" of MEMO, which are token-wise
+    in what is always swapped, are rebuilt group by group, each from what is there by then. None: always
+    swapped. `made_by`: the operation that makes the group, on its first tensor."""
 
     name: str
     width: int = 0
@@ -244,8 +243,7 @@ def head_rows(V: float, nbytes: int, cpu: bool) -> int:
 
 
 def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int = 1) -> int:
-    """Counts the query heads that attention takes at a time, a multiple of `multiple`: GROUP_ELEMENTS
-    bounds (rows, heads, D), and shares_heads() holds."""
+    """Counts the query heads that attention takes at a time: GROUP_ELEMENTS bounds (rows, heads, D)."""
     if rows * D * heads <= GROUP_ELEMENTS:
         return heads
     fitting = [n for n in range(multiple, heads + 1, multiple) if shares_heads(n, sharing)]
@@ -271,8 +269,7 @@ def makes_queries_early(cfg: Settings) -> bool:
 
 
 def possible_groups(H: int, Hkv: int, tp: int = 1) -> list[int]:
-    """Lists into how many groups H query heads can be cut, ascending: equally many in each, all of one tp
-    rank, which share the Hkv heads of keys evenly."""
+    """Lists into how many groups H query heads can be cut: of one tp rank, sharing heads of keys evenly."""
     return [n for n in range(tp, H + 1, tp) if H % n == 0 and shares_heads(H // n, H // Hkv)]
 
 
@@ -297,8 +294,8 @@ def keys_dealt(cfg: Settings) -> int:
 
 
 def shares_heads(heads: int, sharing: int) -> bool:
-    """Says whether a group of `heads` query heads, of which `sharing` read one head of keys, has all that
-    read some, or an equal part of those that read one."""
+    """Says whether a group of so many query heads has whole heads of keys, `sharing` to one, or equal
+    parts."""
     return heads % sharing == 0 or sharing % heads == 0
 
 

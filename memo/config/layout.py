@@ -94,8 +94,7 @@ class Layout(Config):
 
     @property
     def edges_come(self) -> bool:
-        """Says whether embedding and head come: not where both ends need the one matrix. Beside a single
-        layer they stay (memo/schedule/program.py: coming)."""
+        """Says whether embedding and head come: not where one matrix is both; see program.py: coming."""
         return self.layers_come and not self.tie_embeddings
 
     @property
@@ -158,8 +157,7 @@ def n_communicators(cfg: Layout, world: int) -> int:
 
 
 def check_streams(cfg: Layout, world: int) -> None:
-    """Raises ConfigError where communicators outnumber streams: two on one might hold each other up in a
-    circle. With msp each stage may compute for each other one."""
+    """Raises ConfigError where communicators outnumber streams: two on one might wait in a circle."""
     if not cfg.msp:  # without it a stage has few
         return
     most = LANES * (cfg.pp - 1) + max(n_communicators(stage, world) for stage in cfg.every_stage)

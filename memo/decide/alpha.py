@@ -152,10 +152,9 @@ class AlphaProblem:
     @cached_property
     def overlap(self) -> list[float]:
         """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
-        x, attn_out, keys and values do not. The copies of the swapped units, U - n of all U, one after the
-        other from the end of the first unit on, must be done when the last unit starts: U - 2 units' time.
-        With the paper's n = 2 each must be done within the unit that follows; with more within the mean of
-        the n - 1 units that follow, and the others' part of U - 2."""
+        x, attn_out, keys and values do not. The copies of the swapped units, U - n of all U, must be done
+        when the last unit starts: in U - 2 units' time. With the paper's n = 2 each must be done within the
+        unit that follows; else within the mean of the n - 1 that follow, and the others' part of U - 2."""
         p, found = self.placement, dict[int, float]()
         always = self.always_bytes + self.layer_keys_bytes
         for i, *following in p.followed:
@@ -238,9 +237,8 @@ def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
 
 
 def paper(problem: AlphaProblem) -> SwapPlan:
-    """Finds the one alpha for all tensors that is the largest under all limits. Source: MEMO 4.1. Where x and
-    attn_out alone are over the overlap limit alpha is 0 and the copy does not hide; where they are over the
-    host limit some units keep only x."""
+    """Finds the one alpha for all tensors that is the largest under all limits; 0 where even x and attn_out
+    are over one: then their copy does not hide, or some units keep only x. Source: MEMO 4.1."""
     return plan(problem, dict.fromkeys(problem.others, tuple(problem.alphas)))
 
 
@@ -286,9 +284,8 @@ def out_of_host_memory(problem: AlphaProblem, what: str, needed: int, remedy: st
 
 def largest_block_size(problem: AlphaProblem, block_size: int, multiple: int = 1,
                        alpha: float | None = None) -> float:
-    """Finds the longest sequence, in tokens and a multiple of `multiple`, with which the host holds at least
-    x of all units; or x, attn_out and `alpha` of the others. `block_size`: that of the problem. Infinite
-    where no unit is swapped."""
+    """Finds the longest sequence, a multiple of `multiple` tokens, with which the host holds x of all units,
+    or x, attn_out and `alpha` of the others. `block_size`: the problem's. inf: no unit is swapped."""
     if not problem.n_swapped:
         return inf
     needed = problem.least_bytes if alpha is None else problem.needed_bytes(alpha)

@@ -45,8 +45,7 @@ def stage_numbers(cfg: Config, world: int) -> list[int]:
 
 
 def stage_keys(cfg: Config, pp: int) -> Keys:
-    """Makes the keys with which a config has so many stages. Several are fed with subsequences, of equal
-    FLOPs if that is free: all take the same time then."""
+    """Makes the keys of so many stages; several are fed with subsequences, of equal FLOPs if that is free."""
     if pp == 1:
         return dict(pp=1)
     keys: Keys = dict(pp=pp, unit_order="subsequence")

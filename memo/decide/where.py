@@ -51,8 +51,7 @@ def swaps_layers(cfg: Layout) -> bool:
 
 
 def all_kept(cfg: Layout, B: int, T: int) -> Placement:
-    """Makes the Placement of B sequences, of which a rank of cp holds T tokens each, in as many buffers as
-    units: nobody takes turns, nothing is copied."""
+    """Makes the Placement of B sequences, T tokens each on a rank of cp, in as many buffers as units."""
     cuts = unit_rows(cfg, B, T)
     placement = Placement(len(cfg.layers), 1, B * T // cfg.tp, cuts=cuts if len(cuts) > 1 else (),
                           order="layer" if cfg.by_layer else "subsequence", dealt=keys_dealt(cfg),
@@ -65,9 +64,8 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
 
 def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
            keys: str = "copied", stream: str = "") -> Placement:
-    """Places the units of a config in so many buffers, at most one a unit. `keys`: what becomes of keys
-    and values that give way to the next layer's; `stream`: of what lies between layers, by default whole,
-    or passed on to the next stage."""
+    """Places the units of a config in so many buffers. `keys`: what becomes of keys and values that give way
+    to the next layer's; `stream`: of what lies between layers, by default whole, or passed on."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     stay = whole.n_units == whole.n_layer or n_buffers >= whole.n_units or not cfg.by_layer
     return replace(whole, n_buffers=min(whole.n_units, n_buffers), kept=kept or {}, input_only=input_only,
@@ -87,9 +85,8 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
               granularity: int) -> dict[str, tuple[int, ...]]:
-    """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; what that leaves of a
-    subsequence the next one has, up to its fraction of `most`. There are no fewer earlier units than later
-    ones, so that no more rows are swapped than were chosen."""
+    """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; the next one has what
+    that leaves, up to its fraction of `most`. Later units are no more, so that no more rows are swapped."""
     found = {}
     for name, fractions in chosen.items():
         kept, left = [], 0.0
@@ -102,9 +99,8 @@ def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
 
 def place_rows(cfg: Layout, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
-    """Makes rows of cfg.activation, cfg.alpha and cfg.alpha_mode, for the problem that a config poses. The
-    SwapPlan is None in the modes that copy nothing. `recompute_s` as for per_tensor, which needs it. Errors:
-    OutOfHostMemory, before anything is allocated."""
+    """Makes rows of the mode for the problem of a config; the SwapPlan is None where nothing is copied.
+    `recompute_s`: for per_tensor, which needs it. Errors: OutOfHostMemory."""
     N, cuts = problem.placement.n_rows, problem.cuts
     if cfg.activation == "keep":
         return placed(cfg, problem.placement.n_units), None
@@ -345,8 +341,8 @@ class StageFacts:
 
     @property
     def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
-        """Counts for each subsequence seconds of the forwards of all layers, the same with embedding and
-        head, and of the message to the next stage."""
+        """Counts each subsequence's seconds of all layers' forwards, of these with both ends, of its
+        message."""
         assert self.rates is not None and self.ends is not None
         cfg, ends = self.cfg, self.ends
         beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
@@ -371,8 +367,7 @@ def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:
-    """Counts what is left free for gaps of a GPU with `total_bytes`. `transient_bytes`: what a layer takes
-    beside its buffers; `head_bytes`: what the head takes more."""
+    """Counts a GPU's bytes that are left free for gaps. `head_bytes`: what the head takes beyond a layer."""
     return total_bytes // GAPS + max(0, transient_bytes // SPARE_TRANSIENTS - head_bytes)
 
 

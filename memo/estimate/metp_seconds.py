@@ -102,9 +102,9 @@ class Metp(Unit):
         return [Cost(self.machine.message_s("gather", sent, self.tp), MESSAGES)] * (self.cfg.matmul == "fp8")
 
     def group_s(self, op: str, names: str, every: bool = False) -> float:
-        """Counts the seconds of parameters whose names begin so, of a group that makes keys and values, or of
-        `every` group; with "reduce" of their fp32 gradients. Keys may be as wide as those of several ranks:
-        then each rank that has some of their columns sends a message."""
+        """Counts the seconds of a group's parameters whose names begin so, or of `every` group's; with
+        "reduce" of their fp32 gradients. Of keys as wide as those of several ranks each of these sends a
+        part."""
         def one_s(name: str) -> float:
             ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
             itemsize = 4 if op == "reduce" else self.carried(name)
@@ -151,8 +151,8 @@ class Metp(Unit):
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
     def rebuilt(self, attention: float, mid: float) -> list[Cost]:
-        """Costs rebuilding parts of the rows of attn_out and of mid; of mid alone from attn_out, where all
-        pieces of the projection's matrix are sent for at once."""
+        """Costs rebuilding parts of the rows of attn_out and mid; of mid alone, all pieces are sent for at
+        once."""
         if attention:
             names = self.again + "p"
             return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]

@@ -164,8 +164,7 @@ def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsi
 
 
 def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
-    """Bounds the seconds of a step from below: the last stage waits for the first subsequence, the first
-    stage for the last one, and each computes all."""
+    """Bounds a step's seconds from below: by computing, and by waiting for the first or last subsequence."""
     layers, units = [stage.placement.n_layer for stage in stages], layer.units
     each = [unit.forward_s + unit.backward_s for unit in units]
     longest = max(layers[0] * fsum(each) + sum(layers[1:]) * each[-1],
@@ -193,8 +192,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
 
 def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
-    """Simulates a micro batch in several stages, as alone_s(): the parts are the means of all. "bubble": a
-    stage waits for another one, or has nothing left to do."""
+    """Simulates a micro batch in several stages, as alone_s(): the means of all, and of waits, "bubble"."""
     cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
     for of, one in zip(spent, times, strict=True):

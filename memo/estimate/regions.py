@@ -141,9 +141,8 @@ def cpu_spare(cfg: Layout, machine: Machine, lines: list[Line], limit: int) -> i
 # --- the host memory of a node: for swapped activations and the optimizer, beside a checkpoint's copy ---
 
 def host_capacity(cfg: Layout, machine: Machine, world: int) -> int:
-    """Counts the bytes of a node's memory for swapped activations and, with optimizer_device=cpu, the
-    optimizer: those that host_memory_gb grants, or those left beside the copy that a checkpoint is written
-    from. Errors: ConfigError where the node has fewer."""
+    """Counts a node's bytes for swapped activations and an optimizer on the host: what host_memory_gb grants,
+    or what a checkpoint's copy leaves. Errors: ConfigError where the node has fewer."""
     return granted_bytes(cfg.host_memory_gb, machine.node.host_memory_bytes,
                          snapshot_bytes(cfg, machine, world), "what a node has")
 

@@ -157,8 +157,7 @@ def as_dict(got: Estimate) -> dict[str, object]:
 
 
 def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> list[str]:
-    """Draws dry_run()'s picture, and beside it that of a pipeline, where there are stages and seconds ->
-    their files. Errors: ConfigError where they cannot be written."""
+    """Draws dry_run()'s picture, and a pipeline's where seconds are known -> files. Errors: ConfigError."""
     drawn = [path]
     def estimate_at(S: int) -> Estimate | None:
         return estimate_or_none(config_with(got.asked, block_size=S), machine, world, fast_arena)

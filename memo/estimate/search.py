@@ -129,8 +129,7 @@ def speed(got: Estimate) -> float:
 
 
 def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = MODES) -> list[Config]:
-    """Lists every config that differs in layout, mode or optimizer's place, and subsequences for stages.
-    Errors: ConfigError: to estimate all would take hours."""
+    """Lists every config that differs in layout, mode or optimizer's place. Errors: ConfigError: too many."""
     if world > MOST_RANKS:
         raise ConfigError(f"--gpus={world} must be at most {MOST_RANKS} for --search (else each layout "
                           "takes seconds); leave --search out")
@@ -194,8 +193,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
             suits: Suits = lambda got: got.fits) -> Estimate | None:
-    """Finds the Estimate of the greatest block_size that `suits` (by default: that fits), a multiple of 1,024
-    * cp * tp up to LONGEST; None where not one of them does."""
+    """Finds the Estimate of the greatest block_size up to LONGEST that `suits`; None where none does."""
     most = longest_by_bound(cfg, machine, world, suits)
     return most and with_seconds(most, machine, arena, suits)
 
@@ -249,8 +247,7 @@ def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits)
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
                        best: int = 5, modes: Sequence[Keys] = FARTHEST,
                        suits: Suits = lambda got: got.fits) -> list[Estimate]:
-    """Finds the `best` layouts with the longest contexts that `suits` -> their Estimates, the longest first;
-    judged by the fast bound, the longest by `arena`, too."""
+    """Finds the Estimates of the `best` layouts with the longest contexts that `suits`, the longest first."""
     every, tried = layouts(cfg, machine, world, modes), 0
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
     found: dict[tuple[object, ...], Estimate] = {}

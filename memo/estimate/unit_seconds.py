@@ -54,9 +54,8 @@ class Block(Unit):
         return self.messages(ops, self.inputs if ops[0].kind == "column" else [("scatter", self.C)])
 
     def backward_messages(self) -> list[Cost]:
-        """Costs a backward's messages: of the half behind attention, then of the one before it, each from its
-        last product to its first. A row product gathers its gradient; column products of one input gather
-        that input again and scatter the sum of its gradients."""
+        """Costs a backward's messages, half by half, last product first. A row product gathers its gradient;
+        column products of one input gather that input again and scatter the sum of its gradients."""
         products = [op for op in self.layer.operations if op.kind in ("column", "row")]
         before, costs = self.together(products[0]), list[Cost]()
         for half in (products[len(before):], before):
@@ -91,8 +90,7 @@ class Block(Unit):
     # --- the passes ---
 
     def operation(self, op: Operation) -> list[Cost]:
-        """Costs an operation of the forward on all rows, with its part of the message of its input. Keys and
-        values in no group need none: they are made with the queries."""
+        """Costs an operation of the forward on all rows, with its part of the message of its input."""
         if op.kind == "norm":
             return [self.norm("forward")]
         if op.kind == "activation":
@@ -132,8 +130,7 @@ class Block(Unit):
 
 
 class UnitSeconds(UnitRates):
-    """Adds up a unit's Costs. `attention_kernels_s`, `messages_s`: of these in forward and backward, for
-    attention's kernels and for what nothing hides of messages."""
+    """Adds up a unit's Costs, and `attention_kernels_s` and `messages_s` of forward and backward apart."""
 
     def __init__(self, unit: Block | Metp) -> None:
         self.unit, u, self.rows = unit, unit, unit.own

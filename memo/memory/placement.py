@@ -85,8 +85,7 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lists the rows of a unit at each subsequence but for those that others compute; behind them, of
-        each guest's. The tuples of Rows are in this order."""
+        """Lists the rows of a unit at each subsequence, without those that others compute, and of guests."""
         own = [*(self.cuts or (self.n_rows,))]
         for piece in self.lent:
             own[piece.subsequence] -= piece.rows

@@ -74,8 +74,7 @@ def fastest_seconds(call: Call, device: torch.device, host: Axis) -> float:
 
 def least_seconds(device: torch.device, call: Call, before: Call = lambda: None,
                   host: Axis = ALONE.host) -> float:
-    """Times call(), which has run before, on the slowest rank of `host`: the least of three, or the first
-    where that is long. `before` runs ahead of each, untimed."""
+    """Times call(), which has run before, on the slowest rank: the least of three, `before` ahead of each."""
     best = float("inf")
     for _ in range(3):
         before()
@@ -242,8 +241,7 @@ def counted(op: str) -> str:
 
 
 def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, local_ranks: int) -> Keys:
-    """Measures the figures of the Machine "here" of hardware.py, stores and returns them. `axis`: of all
-    ranks, over the devices' network; `host` the same over gloo."""
+    """Measures the figures of the Machine "here", stores and returns them. `host`: `axis` over gloo."""
     times = defaultdict[tuple[str, float, float], list[Timings]](list)  # of (operation, size, FLOPs or bytes)
     cuda, doing = device.type == "cuda", ""
     rows = 2**16 if cuda else 4096  # of products

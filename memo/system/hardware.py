@@ -217,8 +217,7 @@ class Machine:
 
     @property
     def of_its_type(self) -> "Machine":
-        """Puts the speeds that are known of its type, or none, in place of measured ones: what changes the
-        bits of a run must not depend on how busy the machine was."""
+        """Puts known speeds of its type, or none, in place of measured ones, which must not change bits."""
         if not self.measured:
             return self
         if (short := gpu_named(self.name)) is None:
