@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import isqrt
 from typing import NamedTuple
 
 from memo.config.config import Config
@@ -35,8 +34,7 @@ class Judged(NamedTuple):
 
 def degrees_of(n: int) -> list[int]:
     """Lists the divisors of n."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def stage_numbers(cfg: Config, world: int) -> list[int]:

@@ -106,7 +106,7 @@ class Estimate:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Makes all Stages; what those that are alike have in common is looked at once."""
+        """Makes all Stages."""
         cfg, machine, world = self.decided, self.machine, self.world
         facts = [modelled_facts(one, machine, world, self.besides[one.stage_kind].room)
                  for one in cfg.every_stage]
@@ -118,14 +118,9 @@ class Estimate:
             typical = facts if not machine.measured else [
                 modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
             together = shared(facts, together, typical)
-        found, made = [], dict[tuple[object, ...], Stage]()
-        for stage, placed, lack in zip(facts, together, lacks, strict=True):
-            like = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
-            if like not in made:
-                made[like] = stage_bytes(stage.cfg, self.itemsize, self.besides[stage.cfg.stage_kind], placed,
-                                         lack, world // (cfg.pp * cfg.tp))
-            found.append(replace(made[like], cfg=stage.cfg))
-        return tuple(found)
+        return tuple(stage_bytes(stage.cfg, self.itemsize, self.besides[stage.cfg.stage_kind], placed, lack,
+                                 world // (cfg.pp * cfg.tp))
+                     for stage, placed, lack in zip(facts, together, lacks, strict=True))
 
     @cached_property
     def shown(self) -> Stage:
@@ -245,7 +240,7 @@ class Estimate:
 
     @cached_property
     def layer(self) -> LayerSeconds | None:
-        return modelled_layer(self.decided, self.machine)
+        return layer_seconds(self.decided, self.machine, self.itemsize)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -327,17 +322,10 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
     return Stage(cfg, beside.numel, tuple(lines), *placed, lacks)
 
 
-def modelled_layer(cfg: Layout, machine: Machine) -> LayerSeconds | None:
-    """Models the seconds of a layer, where speeds are known."""
-    itemsize = itemsize_of(cfg, machine)
-    known = machine.speeds is not None and machine.speeds.itemsize == itemsize
-    return layer_seconds(cfg, machine, itemsize) if known else None
-
-
 def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> StageFacts:
     """Models the StageFacts of a config that says which stage, as far as speeds are known."""
-    itemsize, layer = itemsize_of(cfg, machine), modelled_layer(cfg, machine)
-    if layer is None:
+    itemsize = itemsize_of(cfg, machine)
+    if (layer := layer_seconds(cfg, machine, itemsize)) is None:
         return StageFacts(cfg, itemsize, None, room, None)
     rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units)
     rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None,

@@ -199,15 +199,14 @@ REGION_COLORS = {"params": "#1f3a5f", "grads": BLUE, "optimizer": PALE, "roundin
 
 def memory_bars(ax: Drawn, bars: list[Estimate], capacity: float | None) -> None:
     """Draws a bar for each Estimate: its device memory by region, stacked, below the capacity in bytes."""
-    gib = 2**30
     base = np.zeros(len(bars))
     for region in dict.fromkeys(line.region for bar in bars for line in bar.lines if line.device_bytes):
         nbytes = [sum(line.device_bytes for line in bar.lines if line.region == region) for bar in bars]
-        heights = np.array(nbytes) / gib
+        heights = np.array(nbytes) / GIB
         ax.bar(range(len(bars)), heights, 0.6, bottom=base, color=REGION_COLORS[region],
                label=region.replace("_", " "))
         base += heights
-    most = (capacity or 0) / gib
+    most = (capacity or 0) / GIB
     if capacity is not None:
         ax.axhline(most, color=RED, lw=1.5)
         note(ax, f"capacity {most:.1f} GiB", (0, most), ("axes fraction", "data"), RED, (4, 4), "left")

@@ -168,8 +168,10 @@ class LayerSeconds:
         self.groups_s = {group: fsum(unit.groups_s[group] for unit in units) for group in units[0].groups_s}
 
 
-def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
-    """Models the seconds of a layer of a config."""
+def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | None:
+    """Models the seconds of a layer of a config; None where no speeds of its dtype are known."""
+    if machine.speeds is None or machine.speeds.itemsize != itemsize:
+        return None
     return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
                                       alpha_mode="per_tensor"), machine, itemsize)
 

@@ -120,23 +120,16 @@ class Helper:
         for moved in (Moved.LOAN, Moved.ROWS):
             yield self.step(Op.RECEIVE, moved, self.units[k], back)
 
-    def arrive(self, before: bool) -> Iterator[Step]:
-        for k in self.phase(before)[:HELPER_PLACES]:
-            yield from self.needs(k)
+    def arrive(self, before: bool, back: bool = False) -> Iterator[Step]:
+        """Yields the coming of what the first units of a phase need."""
+        for k in self.phase(before)[::-1 if back else 1][:HELPER_PLACES]:
+            yield from self.needs(k, back)
 
-    def after_forward(self, unit: Unit) -> Iterator[Step]:
-        yield self.step(Op.SEND, Moved.RESULTS, unit)
-        k = self.number[unit] + HELPER_PLACES
+    def after(self, unit: Unit, back: bool = False) -> Iterator[Step]:
+        """Yields the leaving of a unit's results, and the coming of what the unit needs that takes its
+        place."""
+        for moved in (Moved.RESULTS, Moved.REPAYMENT)[:1 + back]:
+            yield self.step(Op.SEND, moved, unit, back)
+        k = self.number[unit] + (-HELPER_PLACES if back else HELPER_PLACES)
         if k in self.phase(self.pieces[unit.subsequence].before):
-            yield from self.needs(k)
-
-    def arrive_back(self, before: bool) -> Iterator[Step]:
-        for k in self.phase(before)[::-1][:HELPER_PLACES]:
-            yield from self.needs(k, back=True)
-
-    def after_backward(self, unit: Unit) -> Iterator[Step]:
-        yield self.step(Op.SEND, Moved.RESULTS, unit, back=True)
-        yield self.step(Op.SEND, Moved.REPAYMENT, unit, back=True)
-        k = self.number[unit] - HELPER_PLACES
-        if k in self.phase(self.pieces[unit.subsequence].before):
-            yield from self.needs(k, back=True)
+            yield from self.needs(k, back)

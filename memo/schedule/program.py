@@ -211,7 +211,7 @@ class Program(InOrder):
                     yield Step(Op.PREFETCH, following, Moved.STREAM)
             if unit in self.helper.number:
                 yield Step(Op.FORWARD, unit)
-                yield from self.helper.after_forward(unit)
+                yield from self.helper.after(unit)
                 yield from self.offload(k)
             else:
                 yield from self.forward_of(k)
@@ -262,7 +262,7 @@ class Program(InOrder):
         if fates.sends:
             yield Step(Op.RECEIVE, Unit(top, last), Moved.GRADIENT, back=True)
         yield from self.home.lend_back(last)
-        yield from self.helper.arrive_back(before=False)
+        yield from self.helper.arrive(before=False, back=True)
         for k, unit in reversed([*enumerate(self.units)]):
             layer, i = unit
             if fates.sends and layer == top and 0 < i <= last:  # while the layers of this one compute
@@ -271,7 +271,7 @@ class Program(InOrder):
                 if self.streams_output(earlier):  # while this unit is computed
                     yield Step(Op.PREFETCH, earlier, Moved.GRADIENT, back=True)
             if unit == (top, 0):
-                yield from self.helper.arrive_back(before=True)
+                yield from self.helper.arrive(before=True, back=True)
             if layer == top and unit not in self.helper.number:
                 yield from self.home.begin_back(i)
                 yield from self.home.lend_back(i - 1)
@@ -287,7 +287,7 @@ class Program(InOrder):
             yield from self.home.add(layer, i)
         yield Step(Op.BACKWARD, unit, back=True)
         if guest:
-            yield from self.helper.after_backward(unit)
+            yield from self.helper.after(unit, back=True)
         complete = layer in self.come and i == 0  # a layer's gradients
         if complete:
             yield from self.drop(layer)

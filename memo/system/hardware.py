@@ -298,7 +298,6 @@ def known_figures(kind: type) -> set[str]:
 
 CALIBRATION_FORMAT = 5  # another one where what is measured or its meaning changes
 MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
-FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 # that --calibrate measures
 BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")
 OPERATIONS = {f"{op} {way}" for op in BOTH_WAYS for way in ("forward", "backward")} | {
