@@ -263,8 +263,7 @@ def head_groups(cfg: Settings) -> int:
 
 
 def makes_queries_early(cfg: Settings) -> bool:
-    """Says whether METP's backward makes the next group's queries, and keys and values two groups ahead,
-    beside the own block: in a ring of two ranks, unless its groups are as large as can be."""
+    """Says whether METP's backward, in a ring of two, makes queries a group ahead, keys and values two."""
     return cfg.token_ranks == 2 < head_groups(cfg)
 
 
@@ -287,15 +286,13 @@ def travelling(cfg: Settings) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def keys_dealt(cfg: Settings) -> int:
-    """Counts how often each head of keys lies in the pieces of all ranks of cp that attention over a
-    prefix reads: Ulysses deals whole heads, each rank at least one."""
+    """Counts how often each head of keys lies in the pieces of all ranks of cp: Ulysses deals whole heads."""
     ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
     return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
 
 
 def shares_heads(heads: int, sharing: int) -> bool:
-    """Says whether a group of so many query heads has whole heads of keys, `sharing` to one, or equal
-    parts."""
+    """Says whether a group of query heads has whole heads of keys, of `sharing` each, or part of one."""
     return heads % sharing == 0 or sharing % heads == 0
 
 

@@ -117,8 +117,7 @@ def helping_pairs(shares: Iterable[Help]) -> list[tuple[int, int]]:
 
 
 def guest_units(guests: Shares, subsequences: int, before: bool) -> list[tuple[int, int]]:
-    """Lists (layer, guest_number()) of a helper's units before its own, or behind, in the forward's order:
-    slot by slot, layer by layer, homes in turns, so that none waits long for its next piece."""
+    """Lists (layer, guest_number()) of a helper's units before its own, or behind, homes in turns."""
     units = [(piece.stage + piece.subsequence, layer, piece.stage, guest_number(piece, subsequences))
              for piece in guests if piece.before == before for layer in range(piece.layers)]
     return [(layer, number) for _, layer, _, number in sorted(units)]

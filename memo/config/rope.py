@@ -96,8 +96,7 @@ def llama3_multiplier(frequency: float, scaling: Mapping[str, Value]) -> float:
 
 
 def yarn_multipliers(D: int, theta: float, scaling: Mapping[str, Value]) -> list[float]:
-    """Slows pairs by `factor` that turn less than beta_slow times in the original length, those not that
-    turn more than beta_fast times, those between by a part, by their number j."""
+    """Slows pairs that turn less than beta_slow times in the original length by `factor`, fast ones not."""
     def pair_of(turns: float) -> float:  # the pair, not whole, that turns so often in the original length
         return D * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (
             2 * math.log(theta))

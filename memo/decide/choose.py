@@ -55,8 +55,7 @@ def stage_keys(cfg: Config, pp: int) -> Keys:
 
 
 def with_stages(cfg: Config, world: int) -> list[Config]:
-    """Gives a config each number of stages that pp=auto may become; tp, cp and what else is given stay.
-    Errors: ConfigError: a layout that does not fill the world, or none that does."""
+    """Gives a config each number of stages that pp=auto may become. Errors: ConfigError: there is none."""
     if cfg.pp != "auto":
         degrees(cfg, world)
         return [cfg]
@@ -108,8 +107,7 @@ def choose(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[
 # --- where states are ---
 
 def choose_place(cfg: Config, judge: Callable[[Layout], Judged], world: int) -> tuple[Layout, str]:
-    """Chooses, as choose(), the place of the states and the subsequences there: the device where that fits,
-    else the fastest of the others. Where none fits, the one that lacks least."""
+    """Chooses the states' place, the device where that fits, else the fastest, and subsequences there."""
     if cfg.states != "auto":
         return choose_subsequences(cfg, judge)
     found = [choose_subsequences(replace(cfg, states="device"), judge)]

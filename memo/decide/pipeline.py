@@ -173,8 +173,7 @@ def fastest_parts(stages: Sequence[StageFacts], helping: msp.Helping) -> msp.Par
 
 
 def lane_seconds(home: StageFacts, shares: msp.Shares) -> Callable[[Sequence[Moved], msp.Help, bool], float]:
-    """Makes what gives the seconds of a piece's messages of some kinds, which take turns on a lane, of one
-    layer, beside those of the others at the same time, in the forward or `back`."""
+    """Makes what gives the seconds of a piece's messages of some kinds, in a layer's forward or `back`."""
     assert home.ends is not None
     lanes, cfg = home.ends.lanes, replace(home.cfg, shares=shares)
     if lanes is None:

@@ -174,8 +174,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank has. `host_bytes`: to swap to. `spare_bytes`: of the device, for buffers of activations;
-    infinite where nothing bounds them. `cpu`: the device is the host."""
+    """What a rank has: bytes to swap to, and of the device for buffers of activations. `cpu`: one memory."""
 
     host_bytes: int
     spare_bytes: float = inf
@@ -341,8 +340,7 @@ class StageFacts:
 
     @property
     def forward_s(self) -> tuple[list[float], list[float], tuple[float, ...]]:
-        """Counts each subsequence's seconds of all layers' forwards, of these with both ends, of its
-        message."""
+        """Counts each subsequence's seconds of all layers, of these with both ends, and of its message."""
         assert self.rates is not None and self.ends is not None
         cfg, ends = self.cfg, self.ends
         beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
@@ -358,8 +356,7 @@ class StageFacts:
 
 
 def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
-    """Makes the Ends of a stage that has measured its layers: the head goes at the speed of a layer's
-    forward, as head_share() counts it; its gradients take twice as long. Messages take no time."""
+    """Makes the Ends of a stage whose layers were measured: the head as fast as these, messages free."""
     if rates is None:
         return None
     free = (0.0,) * len(subsequence_lengths(cfg))

@@ -345,8 +345,7 @@ def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_
 
 
 def choose_fastest(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena) -> Estimate:
-    """Chooses what a config leaves open -> its Estimate on a machine of that type, with a bound of the
-    temporary tensors; where no speeds are known of the type, by room alone."""
+    """Chooses what a config leaves open -> its Estimate on a machine of that type, with a bound."""
     def judge(got: Estimate) -> Judged:
         # to simulate a schedule takes long; shares of msp, which take memory, are dealt by seconds
         return (got if cfg.msp or got.untimed.fits else got.untimed).judged

@@ -151,8 +151,7 @@ class Metp(Unit):
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
     def rebuilt(self, attention: float, mid: float) -> list[Cost]:
-        """Costs rebuilding parts of the rows of attn_out and mid; of mid alone, all pieces are sent for at
-        once."""
+        """Costs rebuilding parts of the rows of attn_out and mid; for mid alone all pieces come at once."""
         if attention:
             names = self.again + "p"
             return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]

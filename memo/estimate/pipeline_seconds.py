@@ -123,8 +123,7 @@ def data_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: int, 
 
 
 def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, further: int = 1) -> float:
-    """Counts the seconds of so many bytes between a rank of a stage and its neighbour in the next one, or
-    `further`. They stay inside a node where all ranks of both stages are on one."""
+    """Counts the seconds of so many bytes between ranks of a stage and the next one, or `further`."""
     ranks, node = world // pp, machine.node.gpus_per_node
     inside = stage * ranks // node == ((stage + 1 + further) * ranks - 1) // node
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)

@@ -161,8 +161,7 @@ def fullest_node_bytes(of_stages: Sequence[int], world: int, local_ranks: int) -
 
 
 def stage_state_bytes(cfg: Layout, world: int, each: int = STATES_BYTES) -> list[int]:
-    """Counts a rank's part of each stage's optimizer, or of what takes `each` bytes a parameter, of those of
-    formulas.parameters(). The first stage and the last one may hold the same matrix."""
+    """Counts a rank's part of each stage's optimizer, or of what takes `each` bytes a parameter."""
     numels, ranks = [n * layer_of(cfg).matrix_elements for n in cfg.depths], max(1, world // cfg.pp)
     for stage in {0, cfg.pp - 1} if cfg.tie_embeddings else (0, -1):
         numels[stage] += cfg.vocab_size * cfg.n_embd

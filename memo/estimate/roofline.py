@@ -228,8 +228,7 @@ def exchange(u: Unit, width: int, times: int) -> Cost:
 
 
 def ulysses(u: Unit) -> tuple[list[Cost], list[Cost]]:
-    """Costs all-to-alls of q, k, v and attention's output, group of heads by group; twice as many in the
-    backward. A head of keys and values that several ranks read goes to each."""
+    """Costs all-to-alls of q, k, v and attn_out by groups of heads; twice as many in the backward."""
     kv_heads = max(1, u.at_once * u.layer.kv_heads // u.layer.heads)  # of a group
     dealt = u.cp // gcd(kv_heads, u.cp) * u.groups_a_key * u.KV
     exchanges = [exchange(u, u.Q, u.turns), exchange(u, dealt, u.turns)] * 2

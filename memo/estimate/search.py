@@ -38,8 +38,7 @@ def config_with(cfg: Config, **keys: Value) -> Config | None:
 
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
-    """Makes the Estimate, or None where the config cannot be or has no such layout. Of subsequences that are
-    auto it takes the fewest that fit, which needs no simulation; None where none do."""
+    """Makes the Estimate; None: the config cannot be, or no number of subsequences that is auto fits."""
     def judge(got: Estimate) -> Judged:  # only what no_room() says nothing of is placed
         return no_room(got) or got.untimed.judged
     try:

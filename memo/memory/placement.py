@@ -116,8 +116,7 @@ class Placement(Surroundings, InOrder):
 
     @property
     def n_inputs(self) -> int:
-        """Counts the buffers for the units' inputs. With one subsequence a unit writes the next one's input
-        while an earlier one's is still copied; with several it copies its own from the stream."""
+        """Counts the buffers for the units' inputs: one more where a unit writes the next one's input."""
         return (self.n_units if self.x_stays else self.n_buffers) + (not self.several)
 
     @cached_property
@@ -347,8 +346,7 @@ def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
-    """Counts the rows that are a fraction in [0, 1] of `n_rows`: a multiple of `granularity`, rounded
-    down, such that at least `granularity` rows remain; at 1 all rows."""
+    """Counts the rows, a fraction of `n_rows`: a multiple that leaves at least `granularity`, or all."""
     if fraction >= 1:
         return n_rows
     most = max(0, n_rows - granularity)

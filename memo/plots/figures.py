@@ -66,8 +66,7 @@ def draw_boxes(ax: Drawn, boxes: Sequence[tuple[float, float, float, float]], **
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Replaces each value by that of a line fitted to its neighbours, on each side a quarter of those
-    before."""
+    """Replaces each value by that of a line fitted to its neighbours, a quarter as many as are before it."""
     v = np.asarray(values, dtype=float)
     i = np.arange(len(v))
     half = np.clip(i // 4, 2, 50)

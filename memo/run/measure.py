@@ -204,8 +204,7 @@ def messages(nbytes: int, axis: Axis, device: torch.device) -> dict[str, Job]:
 
 
 def copy_rates(buffer: torch.Tensor, streams: Streams, pin: bool, host: Axis) -> tuple[float, float]:
-    """Measures bytes per second (device to host, host to device), both directions busy at once, between a
-    `buffer` of bytes and a host block of its own; all ranks of `host` copy at once."""
+    """Measures bytes/s (device to host, host to device), both at once, on all ranks of `host`."""
     nbytes: int = min(STAGING_BYTES, len(buffer) // 2)
     slab = HostSlab(2 * nbytes, buffer.device, pin)
     to_host = [(slab.bytes[:nbytes], buffer[:nbytes])]

@@ -126,8 +126,7 @@ class Helper:
             yield from self.needs(k, back)
 
     def after(self, unit: Unit, back: bool = False) -> Iterator[Step]:
-        """Yields the leaving of a unit's results, and the coming of what the unit needs that takes its
-        place."""
+        """Yields the leaving of a unit's results, and the coming of what the next unit in its place needs."""
         for moved in (Moved.RESULTS, Moved.REPAYMENT)[:1 + back]:
             yield self.step(Op.SEND, moved, unit, back)
         k = self.number[unit] + (-HELPER_PLACES if back else HELPER_PLACES)
