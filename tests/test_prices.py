@@ -46,7 +46,8 @@ class Counting(Machine):
 def prices(model, cfg):
     """{(operation, span, stride): (messages, bytes)} that the dry run counts for a micro batch of the
     model."""
-    swap, itemsize, free = model.swap, model.dtype.itemsize, Speeds({"memory": [(1, inf)]})
+    swap, itemsize = model.swap, model.dtype.itemsize
+    free = Speeds({"memory": [(1, inf)]}, itemsize=itemsize)
     memory, node = None if model.device.type == "cpu" else 1, Node(8, 1, inf, inf, inf, inf)
 
     def price(kind, by_bytes):

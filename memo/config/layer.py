@@ -43,9 +43,8 @@ class Parameter:
 class Operation:
     """Describes what makes a skeletal tensor, or the layer's output. `kind`: norm; column (x w^T, each tp
     rank has some columns of the result); row (residual + x w^T, each tp rank has a part of the sum);
-    activation. `reads`: the tensor that goes in, `takes` elements a token; `gives`: elements a token that
-    come out. `rotary`: positions are rotated into the result. `gated`: what goes in is the product of two
-    tensors, silu(first) * second, made for it, and for its backward again."""
+    activation. `reads`: what goes in, `takes` and `gives`: elements a token that go in and come out.
+    `rotary`: positions are rotated in. `gated`: silu(first) * second goes in, made in each pass."""
 
     kind: str
     reads: str
@@ -251,9 +250,8 @@ def heads_at_once(rows: int, D: int, heads: int, multiple: int = 1, sharing: int
 
 
 def head_groups(cfg: Settings) -> int:
-    """Counts METP's groups of query heads, whose q, k and v exist one after the other: cfg.head_groups, or
-    the fewest with METP_ELEMENTS or less in q, two of each tp rank where there are as many heads of keys:
-    hardly anything is computed while the first one's matrices come."""
+    """Counts METP's groups of query heads, whose q, k, v exist one after the other: cfg.head_groups, or the
+    fewest with METP_ELEMENTS in q, two of a tp rank if it has two heads of keys: the first hides nowhere."""
     if cfg.head_groups != "auto":
         return cfg.head_groups
     possible = possible_groups(cfg.n_head, cfg.kv_heads, cfg.tp)

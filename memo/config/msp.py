@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 
 class Help(NamedTuple):
-    """Holds the rows [first, end) of a subsequence that another stage, the `helper`, computes in all `layers`
-    of `stage`, the home. `part`: of the unit's FLOPs. `turns`: the units of different homes that the helper
-    takes in turns meanwhile; `together`: the helpers that the home has meanwhile."""
+    """Holds the rows [first, end) of a subsequence that a `helper` computes in all `layers` of its `stage`.
+    `part`: of FLOPs. Meanwhile it takes units of so many homes in `turns`; helpers work `together`."""
 
     stage: int
     subsequence: int

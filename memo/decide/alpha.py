@@ -166,9 +166,8 @@ class AlphaProblem:
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """Finds the largest alpha, at most 1, that each limit alone allows: "overlap", "host", and "device"
-        where that is known; the mean of all subsequences. Negative where x and attn_out alone are too much:
-        the copies hide nowhere, or the host is too small for alpha = 0."""
+        """Finds the largest alpha, at most 1, that "overlap", "host" and, if known, "device" alone allow: the
+        mean of all subsequences. Negative where copies hide nowhere, or the host has no room for 0."""
         found = {"overlap": 1.0, "host": 1.0}
         if self.n_swapped:
             hides = [max(0.0, a) for a in self.overlap] if max(self.overlap) > 0 else self.overlap

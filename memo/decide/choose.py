@@ -22,9 +22,8 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """How a config with numbers was judged, less is better: bytes that lack where it does not fit; seconds of
-    a step for each of its micro batches, 0 where they are not known; where bytes lack, in words; whether
-    activations are copied, or stages wait for each other, so that more subsequences may be faster."""
+    """How a config with numbers was judged, less is better: bytes that lack; a step's seconds for each of its
+    micro batches, 0: not known; where bytes lack; whether copies, or stages, make more subsequences fast."""
 
     lacking: float = 0
     seconds: float = 0.0
@@ -140,10 +139,9 @@ def numbers_of(cfg: Config) -> list[int]:
 
 
 def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
-    """Chooses (the Layout with numbers in place of auto, why these, in words): the best_of() those tried.
-    Numbers grow until one fits that copies nothing, for only copies hide better with more; until a step has
-    become slower twice in a row, or until more do not help. The order "subsequence", which needs more memory,
-    is tried with the number that was found; with all where layer by layer none fits."""
+    """Chooses (the Layout with numbers in place of auto, why these): the best_of() those tried. Numbers grow
+    until one fits that copies nothing, a step has become slower twice in a row, or more do not help. The
+    order "subsequence", which needs more memory, is tried with that number; with all where none fits."""
     # a stage hands a subsequence on when all its layers are done with it
     both = (("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.states in ("sharded", "host") else
             ("layer", "subsequence"))

@@ -46,9 +46,8 @@ def micro_batch_s(stages: Sequence[StageFacts], placed: Sequence[Placed]) -> flo
 
 
 def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
-    """Counts for each stage and subsequence the most seconds from the end of its last layer's forward to the
-    first layer's of the next subsequence that do not delay the last forward of all, where no copy is made: if
-    each subsequence comes as early as it can, or as late; 0 for the last one."""
+    """Counts for each stage and subsequence the most seconds from its last layer's forward to the next one's
+    first, as early or as late as may be without delaying the last forward of all; 0: of the last."""
     last, numbers = len(stages) - 1, range(stages[0].cfg.subsequences)
     layers, whole, sends = zip(*(stage.forward_s for stage in stages), strict=True)
     early: dict[tuple[int, int], float] = defaultdict(float)  # begins
@@ -68,9 +67,8 @@ def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
 
 def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[Placed]:
     """Places the activations of all stages; `alone`: what each decides for itself. Copies take what part of
-    the seconds between subsequences does not make the step slower: all of it, if that is so for all stages at
-    once; else as much as that goes for one stage after the other, those that are alike together. Where
-    seconds are not known, or hardly more would be copied, they are as alone."""
+    the seconds between subsequences makes the step no slower: all of it for all stages, or what goes for one
+    kind of stage after the other. As alone where seconds are not known, or hardly more would be copied."""
     found = list(alone)
     if not all(stage.timed for stage in stages):
         return found

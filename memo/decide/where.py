@@ -26,9 +26,8 @@ def rests(cfg: Layout) -> bool:
 
 
 def resting(problem: AlphaProblem) -> Rows:
-    """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the
-    link carries while the next unit computes; fewer, in the same proportion, where the device has less
-    room. Source: SPPO 5.2, whose alpha_i A_i is what travels of subsequence i."""
+    """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the link
+    carries while the next unit computes, or what the device has room for. Source: SPPO 5.2."""
     p, x = problem.placement, problem.nbytes[INPUT]
     room = problem.device_bytes - p.device_bytes(problem.tensors)
     whole = problem.always_bytes + problem.others_bytes

@@ -225,9 +225,8 @@ def chunk_bytes(cfg: Layout, itemsize: int) -> tuple[int, int, int]:
 
 
 def message_bytes(cfg: Layout, itemsize: int) -> int:
-    """Counts the most bytes of METP's matrices and their fp32 gradients at a time: in the backward those of
-    two parts of the MLP, or of three groups of heads (four in a ring of two) and gradients of the MLP's last
-    parts."""
+    """Counts the most bytes of METP's matrices and fp32 gradients at a time: in the backward those of two
+    parts of the MLP, or of three groups of heads (four in a ring of two) and gradients of the last parts."""
     part, group = (sum(elements.values()) for elements in layer.travelling(cfg))
     itemsize = 1 if cfg.matmul == "fp8" else itemsize
     weights, gradients = (1, 2) if cfg.tp == 2 else (2, 3)  # the gradients come, have come, or are made

@@ -103,8 +103,7 @@ class Metp(Unit):
 
     def group_s(self, op: str, names: str, every: bool = False) -> float:
         """Counts the seconds of a group's parameters whose names begin so, or of `every` group's; with
-        "reduce" of their fp32 gradients. Of keys as wide as those of several ranks each of these sends a
-        part."""
+        "reduce" of fp32 gradients. Of keys as wide as those of several ranks each of these sends a part."""
         def one_s(name: str) -> float:
             ranks = max(1, self.tp // self.layer.kv_heads) if name[0] in "kv" else 1
             itemsize = 4 if op == "reduce" else self.carried(name)
@@ -124,9 +123,8 @@ class Metp(Unit):
 
     def steps(self, coming: float, going: float, steps: int, compute_s: float,
               before_s: float = 0.0) -> list[Cost]:
-        """Costs messages beside steps of compute_s each. In a step the matrices of the next one come, in so
-        many seconds, and gradients of the step before go. The messages before the first step and behind the
-        last are not counted. The first of those that come leaves before_s before its step."""
+        """Costs messages beside steps of compute_s, but for those before the first and behind the last: the
+        matrices of the next step come, before_s earlier for the second; gradients of the one before go."""
         return [self.late(coming, compute_s + before_s), self.late(going, compute_s),
                 self.late(coming + going, compute_s, times=steps - 2)] * (steps > 1)
 

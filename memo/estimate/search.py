@@ -154,9 +154,8 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = M
 
 def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
            best: int = 5) -> list[Estimate]:
-    """Finds the `best` fastest Estimates that fit, fastest first; judged by the fast bound first, then by
-    `arena`; with stages that help each other (msp) where these are faster so. Where none fits, the one that
-    takes the least memory. Errors: ConfigError where there is no layout at all for so many ranks."""
+    """Finds the `best` fastest Estimates that fit, fastest first; judged by the fast bound, then by `arena`.
+    Where none fits, the one that takes the least. Errors: ConfigError: no layout for so many ranks."""
     seen: set[tuple[object, ...]] = set()
     every, judged = layouts(cfg, machine, world), 0
     with progress(lambda: f"--search: {judged} of {len(every)} layouts tried, {len(seen)} of the fastest "

@@ -38,9 +38,8 @@ class Block(Unit):
 
     def messages(self, products: Iterable[Operation], messages: Sequence[tuple[str, float]],
                  times: int = 1) -> Cost:
-        """Costs gathers and scattered sums of all rows, (op, elements a row), beside products, each so many
-        times. Rows go piece by piece, on a GPU two under way: at best the first message of the first piece is
-        exposed, and the seconds by which all messages take longer than the computing."""
+        """Costs gathers and scattered sums, (op, elements a row), beside products, each so many times, piece
+        by piece: at best the first message and what all take longer than the computing is exposed."""
         if self.tp == 1:
             return Cost(0.0, MESSAGES)
         pieces = self.pieces

@@ -214,9 +214,8 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def stream_rows(self) -> dict[Unit, tuple[int, int]]:
-        """Finds for each unit (first row in the slab, which begins with these, rows) of what leaves the
-        device of what lies between layers: below that layer, or above the last one. Where no input
-        survives its layer, in a pass without a backward, all layers' have the same places."""
+        """Finds for each unit (first row in the slab, rows) of what leaves the device of what lies between
+        layers: below that layer, or above the last. Without a backward all layers' have the same places."""
         if not self.several or self.stream != "copied":
             return {}
         return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
