@@ -413,7 +413,7 @@ TORCH_FREE = {  # by themselves and in all that they import
     "checkpoint.manifest", "data.tokens", "plots.figures", "plots.pipeline", "dsa.problem", "dsa.solvers",
     "dsa.__main__", "planner.trace", "planner.plan", "planner.__main__", "schedule.waits",
     "schedule.simulate", "schedule.spans", "schedule.listing", "schedule.periods", "decide.alpha",
-    "decide.placing", "decide.step_seconds", "estimate.roofline", "estimate.budget", "estimate.search",
+    "decide.pipeline", "decide.step_seconds", "estimate.roofline", "estimate.budget", "estimate.search",
     "estimate.report", "estimate.__main__"}
 
 

@@ -3,7 +3,7 @@
 With several subsequences each has an alpha of its own, whose copies hide behind the unit that follows; what
 one byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for
 all tensors in closed form, `per_tensor` one fraction for each by a linear program, `fixed_alpha` takes alpha
-as it is. Plain numbers in, a SwapPlan out; placing.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
+as it is. Plain numbers in, a SwapPlan out; where.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
 """
 
 from collections import Counter
