@@ -81,7 +81,6 @@ class AlphaProblem:
 
     @cached_property
     def swapped_rows(self) -> int:
-        """Counts the rows of all swapped units."""
         return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
 
     def mean(self, alphas: Sequence[float]) -> float:
@@ -182,8 +181,7 @@ class AlphaProblem:
 
     @cached_property
     def alphas(self) -> list[float]:
-        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is
-        over one of them. One bound serves host and device, below which each has what hides."""
+        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where none is under."""
         level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
         return [max(0.0, min(level, a)) for a in self.overlap]
 

@@ -32,7 +32,6 @@ class Judged(NamedTuple):
 
 
 def degrees_of(n: int) -> list[int]:
-    """Lists the divisors of n."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 

@@ -181,8 +181,7 @@ def lane_seconds(home: StageFacts, shares: msp.Shares) -> Callable[[Sequence[Mov
     def seconds(moved: Sequence[Moved], piece: msp.Help, back: bool) -> float:
         unit = Unit(0, msp.guest_number(piece, cfg.n_subsequences))
         steps = [Step(Op.SEND, unit, what, back, piece.helper) for what in moved]
-        together = max(piece.turns, piece.together)
-        return fsum(lanes.seconds(sizes.moved(step), step, together) for step in steps)
+        return fsum(lanes.seconds(sizes.moved(step), step, piece) for step in steps)
     return seconds
 
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from memo.config.layer import ATTENTION, Tensor
+from memo.config.msp import Help
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
 from memo.schedule.program import EMBEDDING
@@ -66,11 +67,11 @@ class Lanes(NamedTuple):
     numel: int
     memory_bytes_per_s: float = inf
 
-    def seconds(self, nbytes: float, step: Step, together: int) -> float:
-        """Counts a message's seconds; bulk goes to, or comes from, so many stages `together`."""
+    def seconds(self, nbytes: float, step: Step, piece: Help) -> float:
+        """Counts the seconds of a piece's message; bulk goes to, or comes from, several stages together."""
         assert step.peer is not None
         bulk = step.moved in (Moved.LOAN, Moved.REPAYMENT)
-        return nbytes * (together if bulk else 1) / self.bytes_per_s[step.peer]
+        return nbytes * (max(piece.turns, piece.together) if bulk else 1) / self.bytes_per_s[step.peer]
 
 
 class Ends(NamedTuple):
@@ -110,7 +111,7 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
                 return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
             case Op.SEND if lanes:
                 piece, _ = sizes.memory.help_of(step)
-                return lanes.seconds(sizes.moved(step), step, max(piece.turns, piece.together))
+                return lanes.seconds(sizes.moved(step), step, piece)
             case Op.ADD if lanes:  # two are read, one is written
                 return 3 * sizes.moved(step) / lanes.memory_bytes_per_s
             case Op.BACKWARD if lanes and i in p.guest_of:

@@ -106,7 +106,6 @@ class Estimate:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Makes all Stages."""
         cfg, machine, world = self.decided, self.machine, self.world
         facts = [modelled_facts(one, machine, world, self.besides[one.stage_kind].room)
                  for one in cfg.every_stage]

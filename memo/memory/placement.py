@@ -97,7 +97,6 @@ class Placement(Surroundings, InOrder):
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
     def rows(self, k: int) -> int:
-        """Counts the rows of unit k."""
         return self.lengths[self.kinds[k]] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
@@ -271,8 +270,7 @@ class Placement(Surroundings, InOrder):
         return schedule(self.program if trains else replace(self.program, trains=False))
 
     def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Counts the bytes on the device besides buffers: what stays; with several subsequences keys and
-        values, fp32 sums of their gradients, the stream between two layers, inputs for sweeps."""
+        """Counts bytes on the device besides buffers: keys and values, sums of gradients, streams, inputs."""
         resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
         if not self.several:
             return resident

@@ -57,11 +57,6 @@ class Sizes:
         return self.row_bytes[content] * n
 
 
-def guest_rows(placement: Placement) -> int:
-    """Counts the rows of a helper's place for keys and values: of all before its own, and these."""
-    return max((sum(placement.cuts[:piece.subsequence]) + piece.end for piece in placement.guests), default=0)
-
-
 def repaid_rows(placement: Placement) -> dict[int, int]:
     """Counts for each helper the rows of keys and values that a home has a place for."""
     rows: dict[int, int] = {}
@@ -75,9 +70,10 @@ def shared_regions(sizes: Sizes) -> dict[str, int]:
     p = sizes.placement
     weights, gradients = sizes.layer_bytes.values()
     keys, sums = (sizes.row_bytes[content] for content in (Content.KEYS, Content.SUMS))
+    rows = max((sum(p.cuts[:piece.subsequence]) + piece.end for piece in p.guests), default=0)  # and before
     found = {"guest_weights": HELPER_PLACES * weights * bool(p.guests),
-             "guest_keys": HELPER_PLACES * guest_rows(p) * keys,
-             "guest_gradients": HELPER_PLACES * (gradients + guest_rows(p) * sums) * bool(p.guests),
+             "guest_keys": HELPER_PLACES * rows * keys,
+             "guest_gradients": HELPER_PLACES * (gradients + rows * sums) * bool(p.guests),
              "repaid": sum(gradients + n * sums for n in repaid_rows(p).values())}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

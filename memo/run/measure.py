@@ -87,8 +87,7 @@ def least_seconds(device: torch.device, call: Call, before: Call = lambda: None,
 # --- the operations of a step ---
 
 def timings_behind(computing: Call, message: Call, device: torch.device, host: Axis) -> Timings:
-    """Times a message behind computing that all ranks do before it: each on the slowest rank and the least of
-    REPEATS, the last two by turns. The host waits for the device at the end alone."""
+    """Times a message behind computing, each on the slowest rank and the least of REPEATS, as Timings."""
     def both() -> None:
         computing()
         message()

@@ -46,12 +46,10 @@ class ForwardOrder:
 
     @cached_property
     def number(self) -> dict[Unit, int]:
-        """Numbers the units."""
         return {unit: k for k, unit in enumerate(self.units)}
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Lists the kind of each unit."""
         guests = (guest_number(piece, self.subsequences) for piece in self.guests)
         kind = {number: k for k, number in enumerate([*range(self.subsequences), *guests])}
         return [kind[i] for _, i in self.units]
@@ -79,12 +77,11 @@ forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have 
 
 
 class InOrder(ABC):
-    """Something whose units are in a `forward_order`."""
+    """Something whose units, their numbers and kinds are those of a `forward_order`."""
 
     @property
     @abstractmethod
-    def forward_order(self) -> ForwardOrder:
-        """Finds the order."""
+    def forward_order(self) -> ForwardOrder: ...
 
     @cached_property
     def several(self) -> bool:
@@ -98,10 +95,8 @@ class InOrder(ABC):
 
     @cached_property
     def number(self) -> dict[Unit, int]:
-        """Numbers the units in this order."""
         return self.forward_order.number
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Lists the kind of each unit."""
         return self.forward_order.kinds
