@@ -43,7 +43,7 @@ from memo.config.layout import Layout
 from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.buffers import copy_bytes
 from memo.memory.slab import HostSlab
-from memo.plots.figures import BLUE, GREEN, GREY, timeline
+from memo.plots.figures import BLUE, GREEN, GREY, plain, timeline
 from memo.schedule.streams import CpuStream, Streams, Timeline, open_streams
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
@@ -189,7 +189,7 @@ def draw_overlap(rows, path):
                                           ("compute_s", "compute alone", GREY, ":")):
             ax.plot(x, [row[key] for row in mine], style, color=colour, label=label)
         ax.set(xlabel="a layer's copies over its forward", title=f"activation={mode}")
-        ax.grid(alpha=0.2)
+        plain(ax)
     axes[0].set(ylabel="seconds of a step", ylim=(0, None))
     axes[0].legend(frameon=False, fontsize=8)
     fig.savefig(path)

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 import train
 from bench.machine import machine
-from memo.plots.figures import smooth
+from memo.plots.figures import plain, smooth
 from memo.run.loggers import read_metrics
 
 MODEL = dict(n_layer=4, n_head=1, n_embd=64, block_size=2048, batch_size=1, dataset="stdlib", device="cpu",
@@ -42,7 +42,7 @@ def plot(curves, labels, first, limit, title, path):
     top.legend(frameon=False)
     bottom.set(ylabel=f"loss minus\n{first}'s", xlabel="step", ylim=(-limit, limit))
     for ax in (top, bottom):
-        ax.grid(alpha=0.2)
+        plain(ax)
     fig.savefig(path)
 
 

@@ -25,7 +25,7 @@ from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import arena, budget, picture, regions, report, search
+from memo.estimate import arena, budget, regions, report, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.regions import granting
 from memo.estimate.roofline import KERNELS, REST, own_kernels, total, ulysses
@@ -681,7 +681,7 @@ def test_json_is_the_contracts(capsys):
 @pytest.mark.parametrize("found", [None, SimpleNamespace(cfg=SimpleNamespace(block_size=4096), fits=False)])
 def test_a_picture_says_where_no_context_fits(found):
     ax = figures.pyplot().figure().subplots()
-    picture.speed_curve(ax, None, [4096], 4096, lambda S: found)
+    report.speed_curve(ax, None, [4096], 4096, lambda S: found)
     assert [text.get_text() for text in ax.texts] == ["no context fits"] and not ax.lines
     figures.pyplot().close(ax.figure)
 

@@ -47,6 +47,12 @@ def picture(path: str | Path, *grid: int, **how: object) -> Iterator[tuple[Drawn
             plt.close(fig)
 
 
+def plain(ax: Drawn) -> None:
+    """Draws a pale grid, and no frame above and on the right."""
+    ax.grid(alpha=0.2)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def note(ax: Drawn, text: str, at: tuple[float, float], coordinates: str | tuple[str, str], colour: str,
          shift: tuple[int, int] = (-4, -4), ha: str = "right") -> None:
     """Writes a text `shift` points beside a place of the picture."""
@@ -101,7 +107,7 @@ def loss_curve(rows: list[dict], png_path: str | Path, title: str, vocab_size: i
         bottom.set(xlabel=f"step ({rows[-1]['tokens']:,} tokens each)", ylabel="tokens/s/device",
                    ylim=(0, None))
         for ax in (top, bottom):
-            ax.grid(alpha=0.2)
+            plain(ax)
 
 
 def timeline(spans: Sequence[Span], json_path: Path, png_path: str | Path, title: str) -> None:
@@ -280,7 +286,7 @@ def loss_by_position(losses: dict, trained_length: int, png_path: str | Path, ti
                                 capsize=3)
             bottom.set(ylabel="gain (nats per token)")
         for ax in axes[:, 0]:
-            ax.grid(alpha=0.2)
+            plain(ax)
             if end[0] < trained_length < end[-1]:
                 ax.axvline(trained_length, color=GREY, ls=":", lw=1.2)
         if end[0] < trained_length < end[-1]:
