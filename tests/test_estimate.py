@@ -681,7 +681,7 @@ def test_json_is_the_contracts(capsys):
 @pytest.mark.parametrize("found", [None, SimpleNamespace(cfg=SimpleNamespace(block_size=4096), fits=False)])
 def test_a_picture_says_where_no_context_fits(found):
     ax = figures.pyplot().figure().subplots()
-    report.speed_curve(ax, None, [4096], 4096, lambda S: found)
+    report.speed_curve(ax, None, [4096], [found])
     assert [text.get_text() for text in ax.texts] == ["no context fits"] and not ax.lines
     figures.pyplot().close(ax.figure)
 

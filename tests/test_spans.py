@@ -124,7 +124,7 @@ def test_the_dry_run_draws_its_pipeline(tmp_path, monkeypatch):
     stages = pipeline_spans(got.stages, gpu, 3, 2, got.layer)
     assert bubbles_s(stages) == pytest.approx(got.seconds["bubble"]) and got.seconds["bubble"] > 0
     assert mean(map(stall_s, stages)) == pytest.approx(got.seconds["stall"], abs=1e-12)
-    files = draw_estimate(got, gpu, 3, None, str(tmp_path / "e.png"))
+    files = draw_estimate(got, None, str(tmp_path / "e.png"))
     assert files == [str(tmp_path / name) for name in ("e.png", "e_pipeline.png")]
     assert imread(files[1]).shape[1] == 1560
 

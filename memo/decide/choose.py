@@ -151,14 +151,12 @@ def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple
     numbers = numbers_of(cfg)
     if numbers == [1]:
         return Layout.of(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
-    found = dict(judged_numbers(cfg, judge, orders[0], cuts, numbers))
-    best = best_of(found)
-    for order in orders[1:]:
-        tried = [best.subsequences] * (not is_enough(found[best]))
-        if found[best].lacking:
-            tried = numbers
-        found |= judged_numbers(cfg, judge, order, cuts, [n for n in tried if n > 1])  # one alone has none
+    found, tried = dict[Layout, Judged](), numbers
+    for order in orders:
+        found |= judged_numbers(cfg, judge, order, cuts, tried)
         best = best_of(found)
+        more = numbers if found[best].lacking else [best.subsequences] * (not is_enough(found[best]))
+        tried = [n for n in more if n > 1]  # one alone has no order
     return best, why_chosen(best, found)
 
 

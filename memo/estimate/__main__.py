@@ -194,7 +194,7 @@ def main(argv: list[str]) -> int:
         lines += ["", *program]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
-        for path in draw_estimate(got, machine, world, most, options["plot"]):
+        for path in draw_estimate(got, most, options["plot"]):
             print(f"plot        {path}", file=sys.stderr if options.get("json") else sys.stdout)
     return 0 if got.fits else 1
 

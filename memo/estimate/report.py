@@ -1,6 +1,5 @@
 """An Estimate for people, for programs, as a picture."""
 
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from memo.config.layout import subsequences_line
 from memo.config.msp import shares_lines
 from memo.decide.alpha import what_set_it
 from memo.errors import ConfigError
-from memo.estimate.arena import fast_arena, itemsize_of
+from memo.estimate.arena import fast_arena
 from memo.estimate.budget import Estimate
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
@@ -21,7 +20,7 @@ from memo.kernels.backends import kernel_of
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
 from memo.plots.pipeline import pipeline
 from memo.system.command import progress
-from memo.system.hardware import GIB, Machine
+from memo.system.hardware import GIB
 
 
 def gib(n: int) -> str:
@@ -156,19 +155,16 @@ def as_dict(got: Estimate) -> dict[str, object]:
                 **stages)
 
 
-def draw_estimate(got: Estimate, machine: Machine, world: int, most: Estimate | None, path: str) -> list[str]:
+def draw_estimate(got: Estimate, most: Estimate | None, path: str) -> list[str]:
     """Draws dry_run()'s picture, and a pipeline's where seconds are known -> files. Errors: ConfigError."""
     drawn = [path]
-    def estimate_at(S: int) -> Estimate | None:
-        return estimate_or_none(config_with(got.asked, block_size=S), machine, world, fast_arena)
     try:
         with progress(lambda: f"drawing {path}"):
-            dry_run(got, estimate_at, most, path)
+            dry_run(got, most, path)
             if len(got.stages) > 1 and got.layer:
-                itemsize = itemsize_of(got.cfg, machine)
-                spans = pipeline_spans(got.stages, machine, world, itemsize, got.layer)
+                spans = pipeline_spans(got.stages, got.machine, got.world, got.itemsize, got.layer)
                 drawn.append(str(Path(path).with_stem(f"{Path(path).stem}_pipeline")))
-                name = (f"{got.world} x {machine.name}, {layout_of(got)}, {got.cfg.activation}, "
+                name = (f"{got.world} x {got.machine.name}, {layout_of(got)}, {got.cfg.activation}, "
                         f"S = {got.cfg.block_size:,}: a micro batch")
                 pipeline(spans, got.cfg.subsequences, drawn[-1], name)
     except (OSError, ValueError) as e:
@@ -216,10 +212,9 @@ def memory_bars(ax: Drawn, bars: list[Estimate], capacity: float | None) -> None
     ax.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], end: int,
-                at: Callable[[int], Estimate | None]) -> None:
+def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], found: list[Estimate | None]) -> None:
     """Draws MFU, or tokens per second without a peak, against the contexts that fit, marking `estimate`."""
-    points = [fitting for S in lengths if (fitting := at(S)) is not None and fitting.fits]
+    points = [one for one in found if one is not None and one.fits]
     if not points:
         ax.set_axis_off()
         ax.text(0.5, 0.5, "no context fits", ha="center", color=GREY, transform=ax.transAxes)
@@ -234,21 +229,22 @@ def speed_curve(ax: Drawn, estimate: Estimate, lengths: list[int], end: int,
         ax.plot(*mark, "o", color=ORANGE, ms=9, zorder=3)
         note(ax, f"{mark[1]:.1f}% at {mark[0]:,}", mark, "data", ORANGE, (0, -16), "center")
     ax.set(xscale="log", xlabel="context, tokens")
-    powers = [2**k for k in range(40) if lengths[0] <= 2**k <= end]
+    powers = [2**k for k in range(40) if lengths[0] <= 2**k <= lengths[-1]]
     name_lengths(ax, powers[(len(powers) - 1) % 2::2])  # every other one, the last one among them
 
 
-def dry_run(estimate: Estimate, at: Callable[[int], Estimate | None], most: Estimate | None,
-            png_path: str | Path) -> None:
+def dry_run(estimate: Estimate, most: Estimate | None, png_path: str | Path) -> None:
     """Draws an Estimate: its device memory by region, beside that of the longest context (`most`); and MFU
-    against the context, from 4K to the longest. at(S): an Estimate, or None."""
+    against the context, from 4K to the longest."""
     cfg, longest = estimate.cfg, most or estimate
     end, unit = longest.cfg.block_size, cfg.block_multiple
     lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
+    found = [estimate_or_none(config_with(estimate.asked, block_size=S), estimate.machine, estimate.world,
+                              fast_arena) for S in lengths]
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
     with picture(png_path, 1, 2, figsize=(11, 5), width_ratios=(2, 3)) as (fig, (left, right)):
         memory_bars(left, [estimate, longest] if end != cfg.block_size else [estimate], estimate.capacity)
-        speed_curve(right, estimate, lengths, end, at)
+        speed_curve(right, estimate, lengths, found)
         for ax in (left, right):
             ax.grid(alpha=0.2, axis="y")
         fig.suptitle(f"{estimate.world} x {estimate.machine.name}, {pp}tp={cfg.tp} cp={cfg.cp} "
