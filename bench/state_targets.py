@@ -84,7 +84,7 @@ def longest_of(cfg, machine, world):
         got = longest_by_bound(one, machine, world, fits, start=start)
         if got and (best is None or got.decided.block_size > best.decided.block_size):
             best = got
-    return best and with_seconds(best, machine, fast_arena, fits)
+    return best and with_seconds(best, fast_arena, fits)
 
 
 def fastest_of(cfg, machine, world):

@@ -15,6 +15,7 @@ file has.
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -106,7 +107,7 @@ def small_model(S, N):
     optimizer.load(initial_weights(cfg, 0, torch.device("cpu")))
     n = S * cfg.batch_size
     tensors = layer_of(cfg).tensors(1, S, 4)
-    model.reserve(1, S, placed(cfg, 2, dict.fromkeys(tensors, n)))
+    model.reserve(1, S, replace(placed(cfg, 2), kept=dict.fromkeys(tensors, n)))
     return model, open_dataset("stdlib", S).batch("train", 0, 0, 1, S, 0)
 
 
@@ -121,7 +122,7 @@ def regions_of(cfg):
     """{region: bytes} of a rank's activations, of the tensors that a run would make, on the meta device."""
     n = cfg.batch_size * cfg.block_size // (cfg.cp * cfg.tp)
     half = {t.name: n // 2 if t.group else n for t in layer_of(cfg).skeletal}
-    placement = placed(cfg, 2, half)
+    placement = replace(placed(cfg, 2), kept=half)
     heads = layer_of(cfg).kv_heads // cfg.tp
     with patch("memo.memory.buffers.HostSlab", NoSlab):
         swap = Swap(placement, layer_of(cfg), cfg.batch_size, cfg.block_size // cfg.cp, torch.bfloat16,

@@ -303,7 +303,7 @@ def best_of_all(cfg, rates, host_bytes):
     """The fewest seconds over all fates: each subsequence's alpha in quarters, keys copied or made, where no
     copy stalls that would not with alpha = 0."""
     tensors, best = tensors_of(cfg, ITEMSIZE), inf
-    p = placed(cfg, 2, {})
+    p = placed(cfg, 2)
     for keys in {p.keys, "made"} if p.keys == "copied" else {p.keys}:
         for quarters in product(range(5), repeat=len(p.cuts)):
             kept = {name: tuple(n * q // 4 for n, q in zip(p.cuts, quarters, strict=True)) if t.group

@@ -61,14 +61,12 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
     return replace(placement, n_buffers=placement.n_units)
 
 
-def placed(cfg: Layout, n_buffers: int, kept: Rows | None = None, input_only: int = 0, x_stays: bool = False,
-           keys: str = "copied", stream: str = "") -> Placement:
+def placed(cfg: Layout, n_buffers: int, keys: str = "copied", stream: str = "") -> Placement:
     """Places the units of a config in so many buffers. `keys`: what becomes of keys and values that give way
     to the next layer's; `stream`: of what lies between layers, by default whole, or passed on."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     stay = whole.n_units == whole.n_layer or n_buffers >= whole.n_units or not cfg.by_layer
-    return replace(whole, n_buffers=min(whole.n_units, n_buffers), kept=kept or {}, input_only=input_only,
-                   x_stays=x_stays, keys="stay" if stay else keys,
+    return replace(whole, n_buffers=min(whole.n_units, n_buffers), keys="stay" if stay else keys,
                    stream=stream or ("whole" if cfg.has_head else "passed"))
 
 
@@ -105,7 +103,8 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
         return placed(cfg, problem.placement.n_units), None
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
-        return placed(cfg, 1, only_input, problem.placement.n_units, x_stays=True, keys="made"), None
+        p = placed(cfg, 1, keys="made")
+        return replace(p, kept=only_input, input_only=p.n_units, x_stays=True), None
     on_any_host = replace(problem, host_bytes=alpha.ANY_HOST)
     if not cfg.finds_alpha:
         given = 1.0 if cfg.activation == "swap" else cfg.alpha
@@ -359,7 +358,8 @@ def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:
     if rates is None:
         return None
     free = (0.0,) * len(subsequence_lengths(cfg))
-    return Ends(0.0, 3 * head_share(cfg) * rates.forward_s, free, free)
+    head_s = 3 * head_share(cfg) * rates.forward_s  # its gradients take twice as long
+    return Ends(0.0, head_s, free, free)
 
 
 def margin_bytes(total_bytes: int, transient_bytes: int, head_bytes: int) -> int:

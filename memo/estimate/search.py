@@ -193,7 +193,7 @@ def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_a
             suits: Suits = lambda got: got.fits) -> Estimate | None:
     """Finds the Estimate of the greatest block_size up to LONGEST that `suits`; None where none does."""
     most = longest_by_bound(cfg, machine, world, suits)
-    return most and with_seconds(most, machine, arena, suits)
+    return most and with_seconds(most, arena, suits)
 
 
 def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bound: ArenaOf = fast_arena,
@@ -223,9 +223,9 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
     return best
 
 
-def with_seconds(most: Estimate, machine: Machine, arena: ArenaOf, suits: Suits) -> Estimate | None:
+def with_seconds(most: Estimate, arena: ArenaOf, suits: Suits) -> Estimate | None:
     """Looks near the longest by the bound for the longest that suits with seconds, and with `arena`."""
-    cfg, bound = most.decided, fast_arena
+    cfg, machine, bound = most.decided, most.machine, fast_arena
     unit, works = MULTIPLE * cfg.cp * cfg.tp, "bounding" if arena is fast_arena else "tracing"
     with progress(lambda: f"{works} a step of {cfg.block_size:,} tokens"):
         if arena is not fast_arena:  # the bound is a little above the trace: scale it, then check
@@ -269,7 +269,7 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             if most and (layout not in found or length(most.untimed) > length(found[layout].untimed)):
                 found[layout] = most
         taken = sorted(found.values(), key=lambda got: length(got.untimed), reverse=True)[:best]
-        exact = (with_seconds(got, machine, fast_arena if n else arena, suits) for n, got in enumerate(taken))
+        exact = (with_seconds(got, fast_arena if n else arena, suits) for n, got in enumerate(taken))
         return sorted(filter(None, exact), key=length, reverse=True)
 
 

@@ -152,7 +152,7 @@ def two_steps(layout, axis_of):
     B, T = 1, cfg.block_size // cfg.cp
     rows = T // cfg.tp
     half = {t.name: rows // 2 // 256 * 256 if t.group else rows for t in layer_of(cfg).skeletal}
-    model.reserve(B, T, placed(cfg, **dict(n_buffers=2, kept=half) | PLACED.get(layout, {})))
+    model.reserve(B, T, replace(placed(cfg, **dict(n_buffers=2) | PLACED.get(layout, {})), kept=half))
     tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
     copied = model.swap.placement.stream == "copied"
     for _ in range(2):
