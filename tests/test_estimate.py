@@ -85,7 +85,7 @@ def paper(S, gpus=8, model="7B", **keys):
 def test_the_communicators_that_a_run_makes_are_counted(tp, cp, dp, metp, made):
     """As tests/test_mesh.py counts them: `world` has its own only where no other axis has all ranks."""
     cfg = paper_config("7B", 65536, tp=tp, cp=cp, **METP if metp else {})
-    *_, lines = regions.states(Layout.of(cfg), A800, tp * cp * dp, 2)
+    _, lines = regions.states(Layout.of(cfg), A800, tp * cp * dp, 2)
     [line] = ([line for line in lines if line.region == "communication"]
               or [regions.Line("", "0 NCCL communicators", 0)])
     assert line.device_bytes == made * hardware.COMMUNICATOR_BYTES

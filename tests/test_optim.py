@@ -124,7 +124,7 @@ def test_layers_whose_gradients_leave_take_turns_in_two_places(keys, layers):
     model = Model(GPT, cfg, CPU, torch.float32)
     first, layer, *_, last = (end - start for start, end in model.buckets)
     assert model.grads.numel() == first + layers * layer + last
-    _, _, lines = states(cfg, hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None), 1, 4)
+    _, lines = states(cfg, hardware.Machine("CPU", hardware.NODES["workstation"], None, None, None), 1, 4)
     assert [line.device_bytes for line in lines if line.region == "grads"] == [model.grads.nbytes]
     places = [grads.data_ptr() for grads in model.bucket_grads]
     assert len(set(places)) == layers + 2 and (places[1] == places[3]) == (layers == 2)

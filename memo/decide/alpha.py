@@ -181,7 +181,7 @@ class AlphaProblem:
 
     @cached_property
     def alphas(self) -> list[float]:
-        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where even that is over."""
+        """Finds for each subsequence the largest alpha in [0, 1] under all limits; 0 where that is over."""
         level = min(self.host_level() if self.n_swapped else 1.0, self.limits.get("device", 1.0))
         return [max(0.0, min(level, a)) for a in self.overlap]
 

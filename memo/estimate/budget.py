@@ -291,7 +291,7 @@ def decided_alone(facts: StageFacts) -> tuple[Placed, str | None]:
 def beside_activations(cfg: Layout, machine: Machine, world: int, arena: ArenaOf, share: int) -> Beside:
     """Finds the Beside of a config that says which stage. `share`: a rank's bytes of the host."""
     itemsize, capacity = itemsize_of(cfg, machine), machine.memory_bytes
-    numel, _, lines = regions.states(cfg, machine, world, itemsize)
+    numel, lines = regions.states(cfg, machine, world, itemsize)
     layer_bytes = sum(t.nbytes for t in tensors_of(cfg, itemsize).values())
     least = sum(line.device_bytes for line in lines) + layer_bytes
     if least > (capacity or machine.node.host_memory_bytes):

@@ -70,8 +70,8 @@ def micros_of_rank(cfg: Layout, world: int) -> int:
     return cfg.micro_batches(dp) // dp
 
 
-def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, int, list[Line]]:
-    """Counts (parameters of a rank, padded, ranks that share its optimizer, Lines of all but activations)."""
+def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[int, list[Line]]:
+    """Counts (parameters of a rank, padded, Lines of all but activations)."""
     data = world // (cfg.pp * cfg.tp)
     layout, buckets = flat.local_layout(cfg, cfg.tp, data)
     T, D, micros = cfg.block_size // cfg.cp, cfg.head_width, micros_of_rank(cfg, world)
@@ -97,7 +97,7 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
                   Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
                        made * COMMUNICATOR_BYTES),
                   Line("context", "CUDA's context", CONTEXT_BYTES)]
-    return numel, data, [line for line in lines if line.device_bytes or line.host_bytes]
+    return numel, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
 def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:

@@ -94,7 +94,7 @@ def cpu_room(cfg: Layout, model: Model, limit: int) -> Room:
     """Finds the Room of the CPU with least; nothing need be measured for that."""
     host = model.mesh.host
     cpu = Machine(device_name(model.device), NODES["workstation"], None, None, None, torch.get_num_threads())
-    states = regions.states(cfg, cpu, host.size, model.dtype.itemsize)[2]
+    _, states = regions.states(cfg, cpu, host.size, model.dtype.itemsize)
     spare = regions.cpu_spare(cfg, cpu, states, limit)
     return Room(limit, -int(*model.mesh.peers.max(-spare)), cpu=True)
 
