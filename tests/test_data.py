@@ -290,6 +290,7 @@ def test_sources(tmp_path, tokenizer, kind):
     assert documents(out, "val") == expected[19::20]
 
 
+@pytest.mark.slow
 def test_a_folder_may_mix_and_nest(tmp_path):
     for folder, kind in (("in", "jsonl"), ("in/p", "parquet"), ("in/z", "txt")):
         write_source(tmp_path / folder, kind)
@@ -688,6 +689,7 @@ def model_of(tokenizer, **changes):
     return json.dumps(whole | dict(model=whole["model"] | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [
     lambda t: "", lambda t: "[]", lambda t: "{", lambda t: "[" * 99999, lambda t: "\0",
     lambda t: '{"model": 3}', lambda t: model_of(t, vocab=[]),

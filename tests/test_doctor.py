@@ -134,6 +134,7 @@ def on_another_driver(argv):
     return doctor.main(argv)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_on_another_driver_and_one_without_a_compiler(tmp_path):
     ranks = start_ranks(on_another_driver, ["--device=cpu", "--json"], 3, tmp_path)

@@ -177,6 +177,7 @@ def test_alignment():
         solve(replace(problem, capacity=15))
 
 
+@pytest.mark.slow
 def test_greedy_finds_a_placement_of_many():
     rng = random.Random(0)
     rows = [(t, t + rng.choice([1, 3, 10, 100, 3000]), rng.randint(1, 10**9)) for t in range(5000)]

@@ -470,6 +470,7 @@ def fields(folder):
     return json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAME)
 def test_a_models_own_files_and_fields_come_back(tmp_path, kind):
     there, out, back = (tmp_path / folder for folder in ("hf", "out", "back"))

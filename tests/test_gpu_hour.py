@@ -72,6 +72,7 @@ def test_an_interrupted_hour_goes_on_where_it_was(number, tmp_path):
     assert [*json.loads((tmp_path / "report.json").read_text())["items"]] == ["absent", "right"]
 
 
+@pytest.mark.slow
 def test_nothing_starts_that_may_last_longer_than_is_left(tmp_path, capsys):
     items = planted("right", limit_s=500) | planted("absent")
     play(items, read_argv([f"--out={tmp_path}", "--seconds=100"]))

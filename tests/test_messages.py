@@ -99,6 +99,7 @@ def in_four(order, *family, **keys):
     return keys | dict(family=(*family, *several.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text,kind,keys", [
     ("tp2 cp2", "ring", dict(micros=2)), ("tp2 cp2", "ulysses", dict(micros=2)), ("tp4", "ring", {}),
     ("tp2 dp2", "ring", {}), ("cp2 dp2", "ring", dict(family=GROUPED)),

@@ -216,6 +216,7 @@ def facts_of(cfg, unit_s, message_s):
             for k in range(cfg.pp)]
 
 
+@pytest.mark.slow
 def test_no_step_is_slower_with_help_and_slow_messages_get_none():
     cfg = Layout(n_layer=16, n_embd=64, n_head=2, block_size=4096, vocab_size=64, pp=4, subsequences=8,
                  subsequence_cut="equal", unit_order="subsequence", activation="keep", msp=True)
@@ -335,6 +336,7 @@ def delayed(host, *args):
         return gradients(host, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout,family,N,mode", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
@@ -415,6 +417,7 @@ def placements(host, args):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("swaps", [False, True])
 def test_the_stages_of_a_run_agree(dataset, tmp_path, swaps):

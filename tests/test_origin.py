@@ -121,6 +121,7 @@ def test_another_dataset_is_other_data_and_the_same_one_elsewhere_is_not(prepare
         resumed(out, f"--dataset={dataset}")
 
 
+@pytest.mark.slow
 def test_other_val_data_are_said_and_nothing_is_where_nothing_changed(prepared, tmp_path, capsys):
     out = tmp_path / "out"
     train.main(argv(prepared(), out, **KEYS | dict(eval_interval=9)))
@@ -137,6 +138,7 @@ def said_changes(capsys):
     return [line.removeprefix("changed     ") for line in lines if line.startswith("changed ")]
 
 
+@pytest.mark.slow
 def test_a_dataset_and_a_checkpoint_of_an_older_memo_are_known_by_their_stretches(prepared, tmp_path):
     """The dataset's meta.json had no fingerprints, and is prepared again by this memo."""
     out, folder = tmp_path / "out", prepared()

@@ -62,6 +62,7 @@ def test_the_schedules_of_all_stages_meet():
                 validate_schedule(steps, *stage, trains=trains)
 
 
+@pytest.mark.slow
 def test_each_wait_for_a_message_or_of_one_is_needed():
     sent, overwritten = ("a message is sent after it is made, and before its place is overwritten",
                          "a place is overwritten after it was sent")

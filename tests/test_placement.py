@@ -331,8 +331,8 @@ def test_no_host_grants_more_than_it_has_beside_what_its_stages_hold(monkeypatch
     machine, limits, held = hardware.Machine("CPU", here, None, None, None), [], []
     for rank in range(6):
         one = cfg.of_rank(rank, 6)
-        numel, data, _ = states(one, machine, 6, 4)
-        held.append(numel // data)
+        numel, _ = states(one, machine, 6, 4)
+        held.append(numel // 2)  # of two replicas
         limits.append(reserve.host_limit(one, Launch(rank, 6, rank % local_world, local_world), 4))
     nodes = [range(first, first + local_world) for first in range(0, 6, local_world)]
     for node in nodes:  # weights, moments, gradients

@@ -300,6 +300,7 @@ def test_of_steps_that_move_layers_each_is_needed_and_each_wait():
         *(("offload weight gradients", kind, ADDED) for kind in ("head", "backward", "embedding backward"))}
 
 
+@pytest.mark.slow
 def test_a_schedule_whose_steps_change_places_is_not():
     """Two steps that depend on each other, at any distance: a unit and the next, a unit and its own copy,
     ..."""

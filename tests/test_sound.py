@@ -65,6 +65,7 @@ def test_one_value_among_many_is_found(value):
 
 # --- what is not saved ---
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["master", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("steps,keys", [
     (4, {}), (8, {}), (4, dict(keep_checkpoints=1, optimizer_device="cpu"))])
@@ -182,6 +183,7 @@ def test_the_older_one_stays_until_a_step_has_followed_the_newer(dataset, tmp_pa
     assert kept(tmp_path) == [6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumes", [False, True])
 def test_finite_weights_whose_first_step_is_not_offer_the_checkpoint_before(dataset, tmp_path, monkeypatch,
                                                                             resumes):
@@ -214,6 +216,7 @@ def poisoned(dataset, tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [
     lambda out: train.main(["--init_from=resume", f"--out_dir={out}", "--max_iters=8"]),
     lambda out: sample.load_model(out, "cpu"),

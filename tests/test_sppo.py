@@ -20,6 +20,7 @@ def on_device_of(cfg, n_buffers, streams):
     return found, allocated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut, family", [("equal", {}), ("flops", LLAMA)], ids=["equal", "flops"])
 def test_memory_follows_the_recursion(cut, family):
     cfg = Layout(**dict(n_layer=3, n_head=4, n_embd=32, vocab_size=64, block_size=4096, subsequences=4,

@@ -81,6 +81,7 @@ def test_in_any_layout(text, kind, micro_batches, keys):
             assert torch.tensor(shown).allclose(torch.tensor(device[0]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first,then", [("host", "sharded"), ("sharded", "device"), ("device", "host")])
 def test_a_run_goes_on_with_its_states_elsewhere(first, then, tmp_path, one_thread):
     cfg = replace(SMALL, n_layer=3)

@@ -510,6 +510,7 @@ def test_every_single_wait_is_needed(racing, wait):
     assert racing.is_right(0)  # with it, again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("race", RACES)
 def test_there_is_no_wait_that_the_race_test_does_not_know(race):
     model = Racing(race).model

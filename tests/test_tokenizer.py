@@ -98,6 +98,7 @@ def made(kind, rng):
     return Tokenizer.from_str(tokenizer.to_str())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
     monkeypatch.setattr(tokens, "PIECE_CHARS", 600)
@@ -265,6 +266,7 @@ def chat(tmp_path):
     return save(tokenizer, tmp_path / "t.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [False, True])
 def test_prepare_and_sample_read_special_tokens_by_one_rule(tmp_path, chat, capsys, special):
     (tmp_path / "a.jsonl").write_bytes(rows([CHAT] * 60))
