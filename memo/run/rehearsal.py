@@ -19,6 +19,7 @@ from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
 from memo.states.passes import Model
+from memo.system.axis import T
 
 PIECES_BEFORE = 3  # of keys and values, with which a traced unit requests as much as with more of them
 MORE_LENGTHS = 4  # of subsequences that are traced
@@ -83,9 +84,14 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
         fates = replace(p.program.fates, rebuilt=rebuilt, keys=keys)
         swap.set_passes(passes_of(replace(p.program, fates=fates), model.states))
         for s in swap.units.values() if p.several else ():
-            s.pieces, s.sums = ([*them[:PIECES_BEFORE], *them[PIECES_BEFORE:][-1:]]
-                                for them in (s.pieces, s.sums))
+            left_out = slice(PIECES_BEFORE, max(PIECES_BEFORE, len(s.pieces) - 1))  # the own one stays
+            s.pieces, s.sums = (without(left_out, them) for them in (s.pieces, s.sums))
+            s.meetings = [met._replace(pieces=without(left_out, met.pieces)) for met in s.meetings]
         return rehearsed_requests(model, FakeArena(requests), [*largest_subsequences(p.cuts), *p.guest_of])
+
+
+def without(left_out: slice, items: Sequence[T]) -> list[T]:
+    return [*items[:left_out.start], *items[left_out.stop:]]
 
 
 def largest_subsequences(cuts: Sequence[int]) -> list[int]:
