@@ -92,9 +92,9 @@ class AlphaProblem:
     @cached_property
     def beside_bytes(self) -> int:
         """Counts what the slab holds beside the rows of swapped units: keys and values that go there."""
-        p = self.placement
+        p, n = self.placement, self.n_swapped
         twice = sum(rows for unit, (_, rows) in p.stream_rows.items()  # inputs that the stream has
-                    if p.number.get(unit, inf) < self.n_swapped)
+                    if p.number.get(unit, n) < n)
         return (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
                 - p.row_bytes(self.tensors[INPUT]) * twice)
 

@@ -172,6 +172,8 @@ def judged_numbers(cfg: Config, judge: Callable[[Layout], Judged], order: str, c
             yield one, here[-1]
             if is_enough(here[-1]):
                 return
+            if here[-1].lacking:  # so does every other cut, whose longest subsequence is longer
+                break
         seen.append(min(here))
         if len(seen) < 3:
             continue

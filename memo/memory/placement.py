@@ -1,7 +1,7 @@
 """Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice
@@ -245,10 +245,15 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def like(self) -> list[int]:
-        """Finds for each unit the first one of which the same rows survive, in the same place of a buffer."""
+        """Finds for each unit the first one of its subsequence of which the same rows survive, in the same
+        place of a buffer."""
+        return self.first_alike(range(len(self.lengths)))
+
+    def first_alike(self, shapes: Sequence[object]) -> list[int]:
+        """Finds for each unit the first one alike, where `shapes` are equal of subsequences that are."""
         firsts: dict[tuple[object, ...], int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
-        return [firsts.setdefault((i, k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
+        return [firsts.setdefault((shapes[i], k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
                                    unit in self.stream_rows), k)
                 for k, (i, unit) in enumerate(zip(self.kinds, self.units, strict=True))]
 
@@ -304,7 +309,8 @@ class Placement(Surroundings, InOrder):
     def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
         """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""
         found = dict.fromkeys(tensors, 0)
-        for k, units in Counter(self.like).items():
+        given = [rows for rows in (*self.kept.values(), *self.stays.values()) if isinstance(rows, tuple)]
+        for k, units in Counter(self.first_alike([*zip(self.lengths, *given, strict=True)])).items():
             for name, (_, nbytes) in self.kept_bytes(k, tensors, resident).items():
                 if name != INPUT or not (self.x_stays or self.units[k] in self.stream_rows):
                     found[name] += units * nbytes
@@ -327,8 +333,7 @@ class Placement(Surroundings, InOrder):
 @lru_cache(128)  # many placements of a search have the same
 def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> list[tuple[int, int]]:
     """Lists (first row, rows) of n buffers, one after the other, that units of `lengths` take in turns."""
-    rows = [lengths[kind] for kind in order.kinds]
-    longest = [max(rows[b::n]) for b in range(n)]
+    longest = [max(map(lengths.__getitem__, {*order.kinds[b::n]})) for b in range(n)]
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
 
 
