@@ -333,7 +333,9 @@ class Placement(Surroundings, InOrder):
 @lru_cache(128)  # many placements of a search have the same
 def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> list[tuple[int, int]]:
     """Lists (first row, rows) of n buffers, one after the other, that units of `lengths` take in turns."""
-    longest = [max(map(lengths.__getitem__, {*order.kinds[b::n]})) for b in range(n)]
+    alike = len({*lengths}) == 1
+    longest = [max(lengths)] * n if alike else [
+        max(map(lengths.__getitem__, {*order.kinds[b::n]})) for b in range(n)]
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
 
 
