@@ -85,39 +85,40 @@ class Ends(NamedTuple):
     lanes: Lanes | None = None
 
 
+def end_seconds(step: Step, ends: Ends, p: Placement, sizes: Sizes) -> float:
+    """Finds the seconds of a step at the `ends` of a stage: head, embedding, messages, what help adds."""
+    i, cuts, lanes = step.unit.subsequence, p.cuts or (p.n_rows,), ends.lanes
+    match step.op:
+        case Op.HEAD:
+            return ends.head_s * cuts[i] / p.n_rows
+        case Op.EMBED | Op.EMBED_BACKWARD:
+            return ends.embedding_s / 2 * cuts[i] / p.n_rows
+        case Op.SEND if step.peer is None:
+            return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
+        case Op.SEND if lanes:
+            piece, _ = sizes.memory.help_of(step)
+            return lanes.seconds(sizes.moved(step), step, piece)
+        case Op.ADD if lanes:  # two are read, one is written
+            return 3 * sizes.moved(step) / lanes.memory_bytes_per_s
+        case Op.BACKWARD if lanes and i in p.guest_of:
+            zeroed = Step(Op.SEND, step.unit, Moved.REPAYMENT, True, p.guest_of[i].stage)  # before
+            return sizes.moved(zeroed) / lanes.memory_bytes_per_s
+    return 0.0
+
+
 def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
                  bytes_per_s: float, states: StateSeconds = STAY,
                  ends: Ends | None = None) -> Callable[[Step], float]:
     """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units` and `states`, of a
     copy at `bytes_per_s`; and of `ends`, if given: head and embedding, shared out by tokens, and messages."""
-    p, lanes = placement, ends.lanes if ends else None
-    pieces, sizes = pieces_of(p, units), Sizes(p, tensors, lanes.numel if lanes else 0)
-    cuts = p.cuts or (p.n_rows,)
+    p, numel = placement, ends.lanes.numel if ends and ends.lanes else 0
+    pieces, sizes = pieces_of(p, units), Sizes(p, tensors, numel)
 
     def recompute_s(k: int) -> float:
         unit, part, share = pieces[p.kinds[k]]
         return part * unit.recompute_s({name: slice(0, round((r.stop - r.start) / share))
                                         for name, r in p.missing(k).items()})
     of_likes = {k: recompute_s(k) for k in set(p.like)}
-
-    def of_ends(step: Step, ends: Ends) -> float:
-        i = step.unit.subsequence
-        match step.op:
-            case Op.HEAD:
-                return ends.head_s * cuts[i] / p.n_rows
-            case Op.EMBED | Op.EMBED_BACKWARD:
-                return ends.embedding_s / 2 * cuts[i] / p.n_rows
-            case Op.SEND if step.peer is None:
-                return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
-            case Op.SEND if lanes:
-                piece, _ = sizes.memory.help_of(step)
-                return lanes.seconds(sizes.moved(step), step, piece)
-            case Op.ADD if lanes:  # two are read, one is written
-                return 3 * sizes.moved(step) / lanes.memory_bytes_per_s
-            case Op.BACKWARD if lanes and i in p.guest_of:
-                zeroed = Step(Op.SEND, step.unit, Moved.REPAYMENT, True, p.guest_of[i].stage)  # before
-                return sizes.moved(zeroed) / lanes.memory_bytes_per_s
-        return 0.0
 
     def seconds(step: Step) -> float:
         if step.of_states:
@@ -126,7 +127,7 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
                            states.weights_s if step.moved is Moved.WEIGHTS else states.sums_s)
         if step.op in COPIES:
             return sizes.moved(step) / bytes_per_s
-        beside_s = of_ends(step, ends) if ends else 0.0
+        beside_s = end_seconds(step, ends, p, sizes) if ends else 0.0
         if step.unit not in p.number:  # of what a helper repays
             return beside_s
         k = p.number[step.unit]
