@@ -21,7 +21,7 @@ class DataError(ConfigError):
 
 
 class Unusable(Exception):
-    """What is not there, or of another interface: a package, a compiler, memory to plan. One line."""
+    """Says what is not there, or of another interface: a package, a compiler, memory to plan. One line."""
 
 
 class CheckpointError(ConfigError):

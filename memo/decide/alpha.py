@@ -47,7 +47,7 @@ class AlphaProblem:
 
     @cached_property
     def always_bytes(self) -> int:
-        """x, attn_out and its logsumexp of one layer."""
+        """Counts the bytes of x, attn_out and its logsumexp of one layer."""
         apart = self.placement.apart
         return sum(t.nbytes for name, t in self.tensors.items() if not t.group and not apart(name))
 
@@ -191,7 +191,7 @@ Fractions = dict[str, tuple[float, ...]]  # {"other" tensor: of each subsequence
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What is swapped. Bytes are of this rank."""
+    """Says what is swapped. Bytes are of this rank."""
 
     fractions: Fractions
     alphas: tuple[float, ...]  # of each subsequence their mean, weighted by bytes
@@ -205,7 +205,7 @@ class SwapPlan:
 
 
 def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
-    """alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
+    """Lists alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
     if placement.n_swapped <= 0:
         return f"none: all {placement.what} stay on the device"
     why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"

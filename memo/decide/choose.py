@@ -22,8 +22,9 @@ SHRINKS = 0.95  # at most so much of what lacks is left where four times the sub
 # --- how many stages ---
 
 class Judged(NamedTuple):
-    """How a config with numbers was judged, less is better: bytes that lack; a step's seconds for each of its
-    micro batches, 0: not known; where bytes lack; whether copies, or stages, make more subsequences fast."""
+    """Says how a config with numbers was judged, less is better: bytes that lack; a step's seconds for each
+    of its micro batches, 0: not known; where bytes lack; whether copies, or stages, make more subsequences
+    fast."""
 
     lacking: float = 0
     seconds: float = 0.0

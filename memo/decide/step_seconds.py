@@ -60,8 +60,8 @@ STAY = StateSeconds()  # nothing moves
 
 
 class Lanes(NamedTuple):
-    """What stages send each other where one computes rows of another: bytes/s to each stage, elements of a
-    layer's parameters, bytes/s at which memory is read and written where a home adds what came."""
+    """Says what stages send each other where one computes rows of another: bytes/s to each stage, elements of
+    a layer's parameters, bytes/s at which memory is read and written where a home adds what came."""
 
     bytes_per_s: tuple[float, ...]
     numel: int

@@ -163,7 +163,8 @@ class Rates:
 
 
 class Placed(NamedTuple):
-    """Where a stage's activations live. `totals`: seconds of all its layers, where these were simulated."""
+    """Says where a stage's activations live. `totals`: seconds of all its layers, where these were
+    simulated."""
 
     placement: Placement
     plan: SwapPlan | None
@@ -172,7 +173,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank has: bytes to swap to, and of the device for buffers of activations. `cpu`: one memory."""
+    """Says what a rank has: bytes to swap to, and of the device for buffers of activations. `cpu`: one
+    memory."""
 
     host_bytes: int
     spare_bytes: float = inf
@@ -181,7 +183,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided; `swap_plan` is None in modes that copy nothing, `rates` not measured ones."""
+    """Says what was decided; `swap_plan` is None in modes that copy nothing, `rates` not measured ones."""
 
     placement: Placement
     swap_plan: SwapPlan | None
@@ -312,7 +314,8 @@ def largest_part(hides: Callable[[float], bool], halvings: int) -> float:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What decides where a stage's activations live. `rates`: None where they do not matter to the stage."""
+    """Says what decides where a stage's activations live. `rates`: None where they do not matter to the
+    stage."""
 
     cfg: Layout  # says which stage
     itemsize: int

@@ -29,7 +29,8 @@ from memo.system.hardware import GIB, Machine
 
 
 class Lack(NamedTuple):
-    """How many bytes lack, and `where`; the `reason`, "oom" or "oohm" of a node's memory; why, a sentence."""
+    """Says how many bytes lack, and `where`; the `reason`, "oom" or "oohm" of a node's memory; why, a
+    sentence."""
 
     nbytes: int
     where: str
@@ -38,8 +39,8 @@ class Lack(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a stage has beside its activations: parameters, with padding; Lines, but for temporary tensors;
-    bytes of these, and what the head takes more; the room that is left."""
+    """Says what a stage has beside its activations: parameters, with padding; Lines, but for temporary
+    tensors; bytes of these, and what the head takes more; the room that is left."""
 
     numel: int
     lines: list[Line]

@@ -33,8 +33,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of one stage holds. `numel`: its parameters, with padding; `totals`: seconds of all layers,
-    where they were simulated; `lacks`: why its share of the host is too small, if it is."""
+    """Says what a rank of one stage holds. `numel`: its parameters, with padding; `totals`: seconds of all
+    layers, where they were simulated; `lacks`: why its share of the host is too small, if it is."""
 
     cfg: Layout
     numel: int

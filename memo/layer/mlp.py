@@ -48,7 +48,7 @@ class Mlp:
         return [getattr(s, f"{name}_out") for name in self.front]
 
     def activated(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """f(hidden), a new tensor."""
+        """Computes f(hidden), a new tensor."""
         out = torch.empty_like(hidden[0])
         self.activate(hidden, out)
         return out

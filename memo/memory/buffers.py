@@ -54,7 +54,7 @@ def flat(pieces: Pieces) -> list[torch.Tensor]:
 
 
 class Swap:
-    """The activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
+    """Holds the activations of all units of a (B, T) batch that tp ranks share, placed as `placement` says.
 
     `tensors`: {name: Tensor} of one layer. `units`: each unit's skeletal tensors, views of its buffer;
     `layers`: those of the first subsequence. `between`: (x, y) of each unit, twice (n_i, C), or (B, n_i/B, C)
@@ -289,8 +289,8 @@ class Swap:
 
 
 class Lending:
-    """Where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest, and
-    a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
+    """Says where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest,
+    and a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
 
     `piece(memory, first row, rows)` -> (k, v) there. `numel`: elements of a layer's parameters. `weights`,
     `gradients`: of a helper's two places, flat; `turn`: which of them each guest's unit has. `keys`, `sums`:

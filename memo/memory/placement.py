@@ -20,7 +20,7 @@ Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part
 
 @dataclass(frozen=True)
 class Placement(Surroundings, InOrder):
-    """Where the skeletal activations of the units are between their forward and their backward.
+    """Says where the skeletal activations of the units are between their forward and their backward.
 
     Unit k, by its place in the order of the forward, computes in buffer k % n_buffers. Of a swapped unit,
     `kept[name]` of the n rows of each tensor survive: `x` on the device if x_stays, all else in the host

@@ -20,8 +20,8 @@ from memo.schedule.step import COPIES, Moved, Op, Step, Unit
 
 
 class Memory:
-    """The places of a stage, and which step touches which. `states`: where parameters and gradients of layers
-    that stay are; None leaves these out: within a pass the compute stream alone touches them."""
+    """States the places of a stage, and which step touches which. `states`: where parameters and gradients of
+    layers that stay are; None leaves these out: within a pass the compute stream alone touches them."""
 
     def __init__(self, program: Program, states: States | None = None) -> None:
         self.program, self.fates = program, program.fates

@@ -13,7 +13,8 @@ from memo.schedule.waits import Schedule
 
 
 class Work(NamedTuple):
-    """What a step does: call(*arguments), called `label` in the timeline; without a label it is not there."""
+    """Says what a step does: call(*arguments), called `label` in the timeline; without a label it is not
+    there."""
 
     label: str
     call: Callable[..., object]

@@ -30,7 +30,8 @@ HELPER_PLACES = 2  # a unit is computed in one while what the next one needs com
 
 
 class Home:
-    """What a stage lends: `pieces` of each subsequence, in causal order. Messages have its helpers' units."""
+    """Says what a stage lends: `pieces` of each subsequence, in causal order. Messages have its helpers'
+    units."""
 
     def __init__(self, lent: Shares, layers: int, subsequences: int) -> None:
         self.layers, self.subsequences = layers, subsequences
@@ -98,8 +99,8 @@ class Home:
 
 
 class Helper:
-    """What a stage computes for others: its guests' units are among `units`, in the order of the forward.
-    `number`: of each of them; `turn`: of its place; `pieces`: of each guest, by its number."""
+    """Says what a stage computes for others: its guests' units are among `units`, in the order of the
+    forward. `number`: of each of them; `turn`: of its place; `pieces`: of each guest, by its number."""
 
     def __init__(self, guests: Shares, units: Sequence[Unit], subsequences: int) -> None:
         self.pieces = {guest_number(piece, subsequences): piece for piece in guests}

@@ -26,8 +26,8 @@ def keys_leave(unit: Unit, layers: int) -> bool:
 
 @dataclass(frozen=True)
 class ForwardOrder:
-    """The order of a stage's units: layer by layer, or subsequence by subsequence. The backward's is the
-    reverse. A unit's kind is the place of its subsequence, or guest, in Placement.lengths."""
+    """Holds the order of a stage's units: layer by layer, or subsequence by subsequence. The backward's is
+    the reverse. A unit's kind is the place of its subsequence, or guest, in Placement.lengths."""
 
     layers: int
     subsequences: int

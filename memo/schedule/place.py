@@ -10,7 +10,7 @@ from memo.schedule.step import Op, Unit
 
 
 class Region(Enum):
-    """What lies in a place. The value names it for people."""
+    """Says what lies in a place. The value names it for people."""
 
     KEPT = "kept rows of buffer"
     REST = "rows to recompute of buffer"
@@ -63,7 +63,7 @@ LEAVING = Op.OFFLOAD, Op.SEND  # the device
 
 
 class Content(Enum):
-    """What a copy or a message moves of a unit. Of a stream: or the gradient there."""
+    """Says what a copy or a message moves of a unit. Of a stream: or the gradient there."""
 
     KEPT = "what survives of it, but for its input"
     INPUT = "its input"
@@ -79,7 +79,7 @@ class Content(Enum):
 
 
 class Part(NamedTuple):
-    """What a copy or a message moves of a unit. `rows`: (first, end) of its subsequence; None: all."""
+    """Says what a copy or a message moves of a unit. `rows`: (first, end) of its subsequence; None: all."""
 
     content: Content
     unit: Unit
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What a step reads, and what it writes."""
+    """Says what a step reads, and what it writes."""
 
     reads: Places
     writes: Places

@@ -48,7 +48,7 @@ EMBEDDING = -1  # its number among the layers that come; the head's is that of l
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What becomes of a stage's other tensors, whatever its units keep.
+    """Says what becomes of a stage's other tensors, whatever its units keep.
 
     With several subsequences, `keys` "stay" (those of all layers have places), are "copied" or "made"; the
     `stream` between layers is "whole", "copied" or, with a few places that are sent, "passed". `receives`:
@@ -69,7 +69,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Fates(Surroundings):
-    """What becomes of the units' activations, each unit by its place in the order of the forward.
+    """Says what becomes of the units' activations, each unit by its place in the order of the forward.
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: all units' inputs stay on the device.
@@ -97,8 +97,8 @@ def layer_of(step: Step, layers: int) -> int:
 
 @dataclass(frozen=True)
 class Program(InOrder):
-    """The steps of a forward, with `trains` also of the backward, in the order in which the host launches
-    them. `order`: of the units, by "layer" or by "subsequence"."""
+    """Lists the steps of a forward, with `trains` also of the backward, in the order in which the host
+    launches them. `order`: of the units, by "layer" or by "subsequence"."""
 
     fates: Fates
     layers: int

@@ -20,7 +20,7 @@ Lane = tuple[int, str]  # a stage and one of its streams
 
 
 class Times(NamedTuple):
-    """When each step begins and ends, and how long the compute stream waited for copies, in seconds."""
+    """Says when each step begins and ends, and how long the compute stream waited for copies, in seconds."""
 
     spans: dict[Step, tuple[float, float]]
     stall_s: float

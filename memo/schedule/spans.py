@@ -13,7 +13,8 @@ from memo.schedule.waits import Schedule
 
 
 class Span(NamedTuple):
-    """What ran when. `kind`: launch, or wait, for a copy; bubble, a wait for a stage; ranks, for replicas."""
+    """Says what ran when. `kind`: launch, or wait, for a copy; bubble, a wait for a stage; ranks, for
+    replicas."""
 
     stream: str
     kind: str

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 
 class Op(Enum):
-    """What a step does. ADD: a home adds what a helper has repaid. The last five: memo/schedule/states.py."""
+    """Says what a step does. ADD: a home adds what a helper has repaid. The last five:
+    memo/schedule/states.py."""
 
     EMBED = "embedding"
     FORWARD = "forward"
@@ -30,7 +31,7 @@ class Op(Enum):
 
 
 class Moved(Enum):
-    """What a copy or a message moves.
+    """Says what a copy or a message moves.
 
     STREAM is what lies between two layers; GRADIENT is the gradient there. WEIGHTS and WEIGHT_GRADIENTS are
     a layer's, in steps of its first unit; embedding and head are layers of their own. The last four go

@@ -38,7 +38,7 @@ class Event:
 
 
 class Timeline:
-    """What ran when since the last take(): spans of two marks each, read when the device is done."""
+    """Says what ran when since the last take(): spans of two marks each, read when the device is done."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, str, Mark, Mark]] = []
@@ -71,7 +71,8 @@ class Untimed(Timeline):
 
 
 class TimedStream(Protocol):
-    """What both kinds of stream have in common. start() hands it work, hold() is a wait without a span."""
+    """Says what both kinds of stream have in common. start() hands it work, hold() is a wait without a
+    span."""
 
     name: str
     timeline: Timeline

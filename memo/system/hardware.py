@@ -197,7 +197,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is estimated for. None are `peak_flops_per_s` that are not known, `speeds` that nobody
+    """Says what a run is estimated for. None are `peak_flops_per_s` that are not known, `speeds` that nobody
     measured or published, `memory_bytes` where the device is the host, a CPU. `threads`: of a rank there.
     `capability`, as (9, 0), and `multiprocessors`: of a GPU. `measured`: by --calibrate, the speeds."""
 
