@@ -59,8 +59,8 @@ class Memory:
 
 def kept_rows(alpha: float, n: int) -> int:
     """Counts the rows out of n that survive of a tensor of which a fraction alpha survives."""
-    # a product of few rows may differ in its last bits from one of many, so rows go by the piece, of which
-    # all survive or one is recomputed at least
+    # a product of few rows may differ in its last bits from one of many: so rows go by the piece, and where
+    # some are recomputed, a whole piece is
     piece = max(1, min(SPLIT_ROWS, n // 16))
     fraction = alpha * (1 + 1e-12)  # 0.29 of 100 is 29, not 28
     return n if alpha >= 1 else int(min(fraction * n, n - piece) / piece) * piece

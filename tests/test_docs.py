@@ -49,6 +49,8 @@ def test_the_tree_has_every_folder_once_and_each_file_says_what_it_is():
     files = [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")]
     folders = {f"{path.parent}/" if path.parts[0] == "memo" else f"{path.parts[0]}/" for path in files}
     assert sorted(there) == sorted(folders)
+    linked = re.findall(r"\]\((\w+\.md)", text_of(ROOT / "docs/architecture.md"))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {*linked, "architecture.md"}
     code = [path for path in files if path.parts[0] in ("memo", "testing", "bench", "research")]
     assert [path for path in code if path.name != "__init__.py"
             and not ast.get_docstring(ast.parse((ROOT / path).read_text()))] == []

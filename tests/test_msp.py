@@ -336,7 +336,6 @@ def delayed(host, *args):
         return gradients(host, *args)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout,family,N,mode", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
@@ -389,7 +388,6 @@ SHARED = [("pp2 cp2", "llama", "memo", "ring", 2), ("pp3 cp2", "gpt", "keep", "r
           ("pp2 cp2", "llama", "recompute", "ulysses", 1), ("pp2 tp2", "llama", "swap", "metp", 2)]
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout,family,mode,kind,B", [
     pytest.param(*case, marks=[pytest.mark.slow] * (case != SHARED[0])) for case in SHARED])

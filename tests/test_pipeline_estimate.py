@@ -78,7 +78,6 @@ def held(host, args):
     return (*found, alpha)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks,keys", [
     pytest.param(2, dict(STAGES, pp=2, alpha=0.5), marks=pytest.mark.slow),

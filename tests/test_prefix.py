@@ -1,5 +1,8 @@
 """Attention over a prefix in pieces is that of the whole sequence, on one rank and on several."""
 
+from dataclasses import replace
+from itertools import product
+from operator import eq
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +17,7 @@ from memo.layer.attend import attend, attend_backward
 from memo.layer.attention import HeadNorms
 from memo.layer.cp import attention_over_ranks
 from memo.layer.row_order import RowOrder
-from memo.layer.tiles import one_sequence
+from memo.layer.tiles import Mask, one_sequence
 from memo.parallel.mesh import ALONE
 from memo.system.axis import Axis
 from testing.notes import noted_mesh
@@ -267,6 +270,55 @@ def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
     assert queries < keys * (16 + 1) / 2  # subsequence i of 16 would pass i + 1 of their keys and values
     exchanged = [sent("ulysses", size, N, Hkv, dtype) for N in (1, 4, 16)]
     assert exchanged[0] == exchanged[1] == exchanged[2] < queries
+
+
+# --- other masks ---
+
+def masked(q, k, v, dout, mask):
+    """out, dq, dk, dv of the whole sequence under a mask, by autograd in fp64."""
+    given = [t.double().requires_grad_() for t in (q, k, v)]
+    part = torch.bucketize(torch.arange(q.shape[1]), torch.tensor(mask.borders), right=True).tolist()
+    seen = torch.tensor([[j <= i and mask.sees(part[i], part[j]) for j in range(len(part))]
+                         for i in range(len(part))])
+    q_, k_, v_ = (t.transpose(1, 2) for t in given)
+    out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, seen, scale=SCALE, enable_gqa=True)
+    out.transpose(1, 2).backward(dout.double())
+    return [t.float() for t in (out.detach().transpose(1, 2), *(t.grad for t in given))]
+
+
+def behind_a_hole(i, j):
+    return i == j or j != 1
+
+
+def over_masks(host, kind):
+    """Documents, and a hole, over pieces and over a whole sequence. `host`: an Axis."""
+    axis = Axis("cp", host.size, host.rank, host.group)
+    for cut, mask in product(((96,), (48, 16, 32)), (Mask((20, 33, 70), eq), Mask((24, 52), behind_a_hole))):
+        order, whole = replace(order_of(cut, axis, kind), mask=mask), tensors(96, 2)
+        for several in {True, len(cut) > 1}:
+            made = attention_over_ranks(BACKENDS["cpu"], axis, kind, TORCH.merge)[several]
+            if several:
+                found = pass_over(lambda at, made=made: made, order, *whole)
+            else:
+                at = order.positions()[0]
+                q, k, v, dout = (t[:, at] for t in whole)
+                made = made.among(meeting(order, 0))
+                out, lse = made.forward(q, [(k, v)], SCALE)
+                found = [torch.zeros_like(t) for t in (whole[0], *whole[:3])]
+                gradients = made.backward(dout, q, [(k, v)], [], out, lse, SCALE)
+                for t, g in zip(found, (out, *gradients), strict=True):
+                    t[:, at] = g
+            compare(found, masked(*whole, mask), order, 1e-5)
+
+
+def test_masks():
+    over_masks(ALONE.tokens, "ring")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind,size", KINDS)
+def test_masks_over_ranks(kind, size):
+    pool(size).run(over_masks, kind)
 
 
 # --- norms per head ---

@@ -73,7 +73,6 @@ SLOW = pytest.mark.slow
 ROPE, COPIED_LLAMA = ("rope", "equal", "swap"), ("llama", "flops", "memo")
 
 
-@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout, kind, cases", [
     pytest.param("tp2", "ring", [ROPE, COPIED_LLAMA], marks=SLOW), ("cp2", "ring", [ROPE, COPIED_LLAMA]),

@@ -40,7 +40,7 @@ from memo.system.command import progress, start_thread
 from memo.system.files import JsonObject, own_folder, regular, save_bytes, sync_folder
 
 READ_BYTES = 2**24
-ALONE = Axis("one process")
+ONE_PROCESS = Axis("one process")
 STAGED_BYTES = 2**24  # of a block of page-locked memory: enough for a bus's full speed
 LESS = "try a lower --learning_rate or more --warmup_iters"
 
@@ -60,7 +60,7 @@ class Saver:
     `read`: reads a piece's tensor when it is written; pieces then have shapes only. `copies`: copy pieces,
     which may change soon. `lease`: whether an out_dir is still this run's."""
 
-    def __init__(self, out_dir: str | Path, ranks: Axis = ALONE, pin: bool = True, keep: int = 1,
+    def __init__(self, out_dir: str | Path, ranks: Axis = ONE_PROCESS, pin: bool = True, keep: int = 1,
                  whole: int | None = None, read: Callable[[Piece], torch.Tensor] | None = None,
                  copies: bool = True, lease: Callable[[Path], bool] = lambda out: True) -> None:
         self.lease, self.folder = lease, Path(out_dir) / manifest.CHECKPOINT
@@ -110,7 +110,7 @@ class Saver:
         self.join()
         if self.ranks.group is not None:
             dist.destroy_process_group(self.ranks.group)
-        self.ranks = ALONE
+            self.ranks.group = None
 
     def copy(self, pieces: list[Piece], reached: torch.cuda.Event | None) -> list[Piece]:
         """Copies the fp32 pieces to host memory. `reached`: a GPU's event behind their last change."""

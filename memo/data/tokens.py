@@ -173,7 +173,8 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
 
 def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
                  dtype: np.dtype) -> dict[str, dict[str, int]]:
-    """Writes documents, every 20th to val.bin, of fewer the last, of one its end -> {split: counts}."""
+    """Writes documents, every 20th to val.bin, of fewer than 20 the last, of one its last 20th -> {split:
+    counts}. Errors: ConfigError: too short."""
     counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
     start, done = 0, 0  # where train's last document starts; documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:

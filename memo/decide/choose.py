@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from memo.config.config import Config
@@ -32,6 +33,7 @@ class Judged(NamedTuple):
     copies: bool = True
 
 
+@cache
 def degrees_of(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -173,7 +175,7 @@ def judged_numbers(cfg: Config, judge: Callable[[Layout], Judged], order: str, c
             yield one, here[-1]
             if is_enough(here[-1]):
                 return
-            if here[-1].lacking:  # so does every other cut, whose longest subsequence is longer
+            if here[-1].lacking and here[-1].where == "the device":  # so does a cut whose longest is longer
                 break
         seen.append(min(here))
         if len(seen) < 3:

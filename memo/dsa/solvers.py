@@ -41,7 +41,7 @@ Relaxed = tuple[np.ndarray | None, float, float]  # what a MIP solver returns: o
 class Part:
     """Holds buffers of one stretch of time."""
 
-    lower: tuple[int, ...]  # of half-open lifespans: t is the t-th greatest set of buffers alive together
+    lower: tuple[int, ...]  # of half-open lifespans; t: the t-th in time of the greatest sets alive together
     upper: tuple[int, ...]
     size: tuple[int, ...]  # in units
 

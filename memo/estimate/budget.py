@@ -118,9 +118,14 @@ class Estimate:
             typical = facts if not machine.measured else [
                 modelled_facts(one.cfg, machine.of_its_type, world, one.room) for one in facts]
             together = shared(facts, together, typical)
-        return tuple(stage_bytes(stage.cfg, self.itemsize, self.besides[stage.cfg.stage_kind], placed, lack,
-                                 world // (cfg.pp * cfg.tp))
-                     for stage, placed, lack in zip(facts, together, lacks, strict=True))
+        made = dict[tuple[object, ...], Stage]()
+        for stage, placed, lack in zip(facts, together, lacks, strict=True):
+            kind = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
+            if kind not in made:
+                made[kind] = stage_bytes(stage.cfg, self.itemsize, self.besides[kind[0]], placed, lack,
+                                         world // (cfg.pp * cfg.tp))
+        return tuple(replace(made[stage.cfg.stage_kind, id(placed)], cfg=stage.cfg)
+                     for stage, placed in zip(facts, together, strict=True))
 
     @cached_property
     def shown(self) -> Stage:

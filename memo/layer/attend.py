@@ -188,11 +188,13 @@ def within(rows: slice, queries: slice) -> slice:
 
 def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
                    tiles: Sequence[Tiles], **where: torch.Tensor) -> Result:
-    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces."""
+    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces;
+    `where`: out=, memory for the result, of a kernel that takes it."""
     rows, total = rows_met(tiles), None
+    given = where if sum(map(len, tiles)) == 1 else {}
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
         for queries, keys, causal in of_piece:
-            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **where)
+            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **given)
             if total is None and queries == rows:
                 total = part
             else:
@@ -200,6 +202,8 @@ def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces
                 merge_rows(merge, total, within(rows, queries), part)
             del part  # before the next tile's
     assert total is not None
+    for out in where.values() if not given else ():
+        out.copy_(total[0])
     return total
 
 
@@ -230,6 +234,7 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
 def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
     """Cuts queries of `attention` into slices, where stages compute for each other: a Meeting for each. A
     slice meets those before it in full calls, like pieces, and itself in a causal one."""
+    assert meetings  # reserve() gives each unit its own
     if len(meetings) == 1:
         return attention.among(*meetings)
     ranks = attention.ranks

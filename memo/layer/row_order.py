@@ -59,6 +59,7 @@ class RowOrder:
         order = replace(self, size=1) if self.kind == "ulysses" else self
         times, held = self.size // order.size, [*zip(*map(order.dealt, range(order.size)), strict=True)]
 
+        # with Ulysses `first` and `end` are ends of slices: each slice is dealt by itself
         def rows(i: int, first: int, end: float) -> list[Ranges]:
             return [rows_of(ranges, first * times, end * times) for ranges in held[i]]
         before = [rows(i, 0, inf) for i in range(subsequence)] + [rows(subsequence, 0, first)] * (first > 0)

@@ -7,7 +7,7 @@ or of the same tokens, under the causal mask.
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -40,24 +40,29 @@ class Mask(NamedTuple):
 CAUSAL = Mask()
 
 
-class Meeting(NamedTuple):
+@dataclass(eq=False)
+class Meeting:
     """Says which tokens the queries and the pieces of keys of attention are, and who sees whom.
 
-    queries[rank], pieces[number][rank]: ranges of tokens, of each rank that holds a part of them; the last
-    piece has the queries' own keys
+    queries[rank], pieces[number][rank]: ranges of tokens, of each rank that holds a part of them; with
+    Ulysses of all ranks together. The last piece has the queries' own keys
     """
 
     queries: Sequence[Ranges]
     pieces: Sequence[Sequence[Ranges]]
     mask: Mask = CAUSAL
+    known: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict, init=False)
 
     def tiles(self, rank: int = 0, source: int = 0) -> list[Tiles]:
         """Lists for each piece the tiles of the queries of `rank` and the keys of `source`."""
-        return [tiles_of(self.queries[rank], piece[source], self.mask) for piece in self.pieces]
+        if (rank, source) not in self.known:  # all layers and heads ask again
+            self.known[rank, source] = [tiles_of(self.queries[rank], piece[source], self.mask)
+                                        for piece in self.pieces]
+        return self.known[rank, source]
 
     @property
     def rows(self) -> int:
-        """Counts the queries of a rank: all have equally many."""
+        """Counts the queries of one of `queries`: all have equally many."""
         return sum(end - first for first, end in self.queries[0])
 
 
@@ -98,7 +103,8 @@ def stretches(ranges: Ranges, mask: Mask) -> list[Stretch]:
     """Cuts ranges of tokens at the borders of a mask."""
     found, row = list[Stretch](), 0
     for part, (low, high) in enumerate(pairwise((-inf, *mask.borders, inf))):
-        for tokens in ((int(max(a, low)), int(min(b, high))) for a, b in ranges if a < high and low < b):
+        for tokens in ((int(max(a, low)), int(min(b, high))) for a, b in ranges
+                       if max(a, low) < min(b, high)):
             rows = row, row + tokens[1] - tokens[0]
             found.append(Stretch(tokens, rows, part))
             row = rows[1]
@@ -115,10 +121,9 @@ def joined(rows: Sequence[Range]) -> list[Range]:
     return found
 
 
-@lru_cache(2**14)  # layers and heads ask for the same ones
 def tiles_of(queries: Ranges, keys: Ranges, mask: Mask = CAUSAL) -> Tiles:
-    """Lists the tiles in which queries meet the keys that they see, the fewest there are. Tokens are given in
-    the order of the rows; ranges of both are equal, or have no token in common."""
+    """Lists the tiles in which queries meet the keys that they see: under the causal mask the fewest there
+    are. Tokens are given in the order of the rows; ranges of both are equal, or have no token in common."""
     all_queries, all_keys = stretches(queries, mask), stretches(keys, mask)
     own_keys = {key.tokens: key for key in all_keys}
     full, causal = list[tuple[Range, Range]](), list[tuple[Range, Range]]()  # rows of queries, of keys

@@ -86,7 +86,7 @@ def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,
         for s in swap.units.values() if p.several else ():
             left_out = slice(PIECES_BEFORE, max(PIECES_BEFORE, len(s.pieces) - 1))  # the own one stays
             s.pieces, s.sums = (without(left_out, them) for them in (s.pieces, s.sums))
-            s.meetings = [met._replace(pieces=without(left_out, met.pieces)) for met in s.meetings]
+            s.meetings = [replace(met, pieces=without(left_out, met.pieces)) for met in s.meetings]
         return rehearsed_requests(model, FakeArena(requests), [*largest_subsequences(p.cuts), *p.guest_of])
 
 
