@@ -311,16 +311,6 @@ def over_masks(host, kind):
             compare(found, masked(*whole, mask), order, 1e-5)
 
 
-def test_masks():
-    over_masks(ALONE.tokens, "ring")
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("kind,size", KINDS)
-def test_masks_over_ranks(kind, size):
-    pool(size).run(over_masks, kind)
-
-
 # --- norms per head ---
 
 W = SimpleNamespace(q_norm_w=torch.linspace(0.5, 1.5, D), k_norm_w=torch.linspace(1.2, 0.3, D))
@@ -360,11 +350,13 @@ def over_normed(host, kind):
         assert error(axis.sum(dw.k_norm_w), dk_norm_w) < 1e-5
 
 
-def test_norms_per_head():
-    over_normed(ALONE.tokens, "ring")
+@pytest.mark.parametrize("over", [over_masks, over_normed])
+def test_masks_and_norms_per_head(over):
+    over(ALONE.tokens, "ring")
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind,size", KINDS)
-def test_norms_per_head_over_ranks(kind, size):
-    pool(size).run(over_normed, kind)
+@pytest.mark.parametrize("over", [over_masks, over_normed])
+def test_masks_and_norms_per_head_over_ranks(over, kind, size):
+    pool(size).run(over, kind)

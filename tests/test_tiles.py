@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from memo.layer.tiles import CAUSAL, DIAGONAL, Mask, rank_ranges, tiles_of
+from memo.layer.tiles import CAUSAL, EVERYTHING, Mask, Tile, rank_ranges, tiles_of
 
 
 def rows(ranges):
@@ -61,7 +61,7 @@ def test_tiles_of_any_ranges_are_the_causal_mask():
         tiles = check(*sides)
         seen = [sum(b <= first for _, b in sides[1]) for first, _ in sides[0]]
         assert len(tiles) == len({*seen} - {0})
-    assert tiles_of(((0, 3),), ((0, 3),)) == (DIAGONAL,)
+    assert tiles_of(((0, 3),), ((0, 3),)) == (Tile(EVERYTHING, EVERYTHING, True),)
 
 
 @pytest.mark.parametrize("sees", [operator.ge, operator.eq, lambda i, j: i == j or j != 1])

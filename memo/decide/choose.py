@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from math import isqrt
 from typing import NamedTuple
 
 from memo.config.config import Config
@@ -31,11 +31,13 @@ class Judged(NamedTuple):
     seconds: float = 0.0
     where: str = ""
     copies: bool = True
+    device_alone: bool = False  # whether it is a GPU's memory, and no other, that lacks
 
 
-@cache
 def degrees_of(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """Lists the divisors of n."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def stage_numbers(cfg: Config, world: int) -> list[int]:
@@ -175,7 +177,7 @@ def judged_numbers(cfg: Config, judge: Callable[[Layout], Judged], order: str, c
             yield one, here[-1]
             if is_enough(here[-1]):
                 return
-            if here[-1].lacking and here[-1].where == "the device":  # so does a cut whose longest is longer
+            if here[-1].device_alone:  # it also lacks with a cut whose longest subsequence is longer
                 break
         seen.append(min(here))
         if len(seen) < 3:

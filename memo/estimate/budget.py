@@ -228,8 +228,13 @@ class Estimate:
     def only_tight(self) -> bool:
         """Says whether it would fit, all stages of it, without the margin of device memory."""
         beside_margins = max(stage.device_bytes - stage.bytes_of("margin")[0] for stage in self.stages)
-        return ([lack.reason for lack in self.lacks] == ["oom"] and beside_margins <= (self.capacity or 0)
+        return (self.device_alone and beside_margins <= (self.capacity or 0)
                 and not any(stage.lacks for stage in self.stages))
+
+    @property
+    def device_alone(self) -> bool:
+        """Says whether a GPU's memory lacks, and no other."""
+        return [lack.reason for lack in self.lacks] == ["oom"]
 
     @property
     def judged(self) -> Judged:
@@ -239,7 +244,7 @@ class Estimate:
             return Judged(0, seconds, copies=self.alpha is not None or self.decided.pp > 1)
         small = [lack.where for lack in self.lacks if lack.nbytes]
         nbytes = max(1, sum(lack.nbytes for lack in self.lacks))
-        return Judged(nbytes, seconds, " and ".join(small) or "the host")
+        return Judged(nbytes, seconds, " and ".join(small) or "the host", device_alone=self.device_alone)
 
     # --- seconds ---
 

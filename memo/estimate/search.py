@@ -71,7 +71,7 @@ def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
     else:
         device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
     if device > room.spare_bytes:
-        return Judged(device - room.spare_bytes, where="the device")
+        return Judged(device - room.spare_bytes, where="the device", device_alone=True)
     if swaps and problem.n_swapped:  # fewer with more buffers
         problem = with_buffers(cfg, problem, room)
         host = problem.least_bytes if cfg.finds_alpha else problem.needed_bytes(1.0)

@@ -10,10 +10,10 @@ too: a request that the memory plan knows."""
 
 import importlib
 import re
-from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,10 +59,21 @@ def imported(*names: str) -> list[ModuleType]:
         raise Unusable(f"transformer-engine cannot be imported ({why}); see docs/install.md") from None
 
 
-Package = namedtuple("Package", "layernorm_fwd rmsnorm_fwd layernorm_bwd rmsnorm_bwd generic_gemm dtype "
-                                "float8 label")
-Package.__doc__ = """Holds the package's functions of SIGNATURES; `dtype`: its names of torch's dtypes;
-`float8(q, scale)`: q * scale, q in FP8, scale fp32 (1,); `label`: name and version."""
+Call = Callable[..., Any]  # of a library without types
+
+
+class Package(NamedTuple):
+    """Holds the package's functions of SIGNATURES; `dtype`: its names of torch's dtypes; `float8(q, scale)`:
+    q * scale, q in FP8, scale fp32 (1,); `label`: name and version."""
+
+    layernorm_fwd: Call
+    rmsnorm_fwd: Call
+    layernorm_bwd: Call
+    rmsnorm_bwd: Call
+    generic_gemm: Call
+    dtype: Mapping[torch.dtype, object]
+    float8: Call
+    label: str = ""
 
 
 @cache
@@ -111,7 +122,7 @@ META = Package(
     layernorm_fwd=lambda *args: meta_norm_forward(*args, statistics=2),
     rmsnorm_fwd=lambda *args: meta_norm_forward(*args, statistics=1),
     layernorm_bwd=meta_norm_backward, rmsnorm_bwd=meta_norm_backward, generic_gemm=lambda *args: None,
-    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale, label="")
+    dtype=dict.fromkeys((torch.float32, torch.bfloat16)), float8=lambda *q_scale: q_scale)
 
 
 def package(x: torch.Tensor) -> Package:

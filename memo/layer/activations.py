@@ -18,9 +18,8 @@ class Activations:
     """Holds the skeletal tensors of a unit, views of its buffer; None: the family keeps none.
 
     `pieces`: with several subsequences (k, v) of those up to the unit's, the unit's own the last; its own `k`
-    and `v` are then made when it computes. `sums`: of their gradients, fp32. `meetings`: which
-    tokens meet, for each slice of its own subsequence. `turn`: rotations of its rows; None where positions
-    are learned.
+    and `v` are then made when it computes. `sums`: of their gradients, fp32. `meetings`: which tokens meet,
+    for each slice of its own subsequence. `turn`: rotations of its rows; None where positions are learned.
     """
 
     x: torch.Tensor

@@ -26,7 +26,6 @@ class Tile(NamedTuple):
 
 Tiles = tuple[Tile, ...]
 EVERYTHING = slice(None)
-DIAGONAL = Tile(EVERYTHING, EVERYTHING, True)
 
 
 class Mask(NamedTuple):
