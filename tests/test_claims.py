@@ -38,28 +38,52 @@ def fits(part, column):
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def choice(of):
-    return f"alpha {of['alpha']:.2g}" + ", keys made again" * (of["keys"] == "made")
+def least_to_most(found, digits=2):
+    return " to ".join(dict.fromkeys(f"{one:.{digits}f}" for one in (min(found), max(found))))
 
 
-def decision(row):
-    both = (f"N = {of['subsequences']}, {choice(of)}" for of in (row["decision"], row["best"]))
-    return f"| {row['S']:,} | ... | {' | '.join(both)} | {row['over_best']:.3f} |"
-
-
-def overlap(p, half, way):
-    """A line of METP's halves where messages take as long as computing."""
+def overlap(p, half, *ways):
+    """Seconds of METP's halves over the longer of computing and messages where both take equally long, of all
+    models, and the same without overlap."""
     mine = [one for one in result("metp_time")["overlap"]["found"]
-            if (one["p"], one["half"], one["way"], one["ratio"]) == (p, half, way, 1)]
-    longer = [one["seconds"] / one["over_longer"] for one in mine]
-    cells = (f"{one['over_longer']:.2f} ({one['at_once_s'] / n:.2f})"
-             for one, n in zip(mine, longer, strict=True))
-    return f"| {p}, {half}, {way} | {' | '.join(cells)} |"
+            if (one["p"], one["half"], one["ratio"]) == (p, half, 1) and one["way"] in ways]
+    return [[one[key] / one["seconds"] * one["over_longer"] for one in mine]
+            for key in ("seconds", "at_once_s")]
 
 
-def choices(name):
-    found = result("choice")[name]["found"]
-    return "| {} |".format(" | ".join(f"{found[n]['over_fastest']:.3f}" for n in ("1", "4", "16")))
+def lines_of_halves():
+    """Ends of the lines of the table of docs/metp.md."""
+    for p in 2, 4:
+        for name, half, *ways in (("attention, forward", "attention", "forward"),
+                                  ("attention, backward", "attention", "backward"),
+                                  ("MLP", "MLP", "forward", "backward")):
+            yield f"| {p}, {name} | ...| {' | '.join(map(least_to_most, overlap(p, half, *ways)))} |"
+
+
+def several():
+    """Estimates over runs with 1, 4 and 8 subsequences: the least to the most."""
+    return least_to_most([run["step_ratio"] for run in result("estimate_subsequences_cpu")["runs"]
+                          if "=auto" not in run["keys"]])
+
+
+def choices():
+    """N = 4 and 16 over the fastest of the default, and how far all N of GPT-2 are from it."""
+    default, gpt2 = ([result("choice")[name]["found"][n]["over_fastest"] for n in ("1", "4", "16")]
+                     for name in ("default", "gpt2"))
+    assert default[0] == 1
+    return (f"N = 4 and 16 take {default[1]:.3f} and {default[2]:.3f} of N = 1 for `config/stdlib.py`, as "
+            f"long as N = 1 (to {max(gpt2) - 1:.1%})")
+
+
+def contexts():
+    """What docs/results.md says of the longest contexts of 7B on eight GPUs."""
+    found = result("estimate_contexts")
+    assert min(one["device_share"] for one in found) > 0.998
+    tokens, mfu = ([f(one) for one in found] for f in (lambda one: f"{one['tokens']:,}",
+                                                       lambda one: f"{one['mfu']:.0%}"))
+    assert tokens[0] == tokens[1]
+    yield f"reaches {tokens[0]} tokens: MFU {mfu[0]} with 1.035 TB of host memory a node, {mfu[1]} with 2 TB"
+    yield f"{tokens[2]} on A800, {tokens[3]} on H100, {tokens[4]} on H200 (MFU {', '.join(mfu[2:])})"
 
 
 def spread(found):
@@ -99,13 +123,6 @@ def lines_of_rivals():
         yield f"{model} at {S}K, ... ahead by {abs(theirs):.1f}...behind by {abs(ours):.1f}"
     for pairs, point, strictly, cells, _, whole in MEMO["rivals"]["supposed"].values():
         yield f"{strictly} of {pairs} | {point} | {whole} of {cells} |"
-
-
-def several():
-    """Lines of results.md: estimates over runs with 1, 4 and 8 subsequences."""
-    runs = [run for run in result("estimate_subsequences_cpu")["runs"] if "=auto" not in run["keys"]]
-    for i in range(0, len(runs), 3):
-        yield "| {} |".format(" | ".join(f"{run['step_ratio']:.3f}" for run in runs[i:i + 3]))
 
 
 def short(layout):
@@ -199,8 +216,7 @@ CLAIMS = {
         f"messages, {METP['figure4']['saved'][1]}% less with them",
         f"{min(LONGER):.1f} to {max(LONGER):.1f} times those of memo's TP",
         f"{SPPO['table4']['tables'][2][1][0][1]} times as fast as Megatron-LM",
-        *(f"| {one['tokens']:,} | {one['mfu']:.0%} | {one['device_share']:.0%} | {one['host_share']:.0%} |"
-          for one in result("estimate_contexts")),
+        *contexts(),
         *(f"{one['fastest']['mfu']:.1%}, {one['fastest']['binds']} | {one['longest']['tokens']:,}: ... | "
           f"{one['longest']['mfu']:.1%}, {one['longest']['limit']}" for one in result("estimate_models")),
         f"{SPEED['7B at 1M, no cache']:.1f} s without a cache, {SPEED['7B at 1M, cached']:.1f} s with it",
@@ -210,10 +226,14 @@ CLAIMS = {
           for one in result("pipeline")["bubbles"]),
         *(f"| {one['pp']}, {one['subsequences']} | {one['simulated']:.1%} | {one['bubble']:.1%} | "
           f"{one['formula']:.1%} |" for one in result("msp")["bubbles"]),
-        f"within {SEVERAL['bytes_ratio_worst']:.2%}, seconds within {ceil(100 * SEVERAL['step_ratio'])}%",
-        *several(), *map(decision, result("decision")["results"]), *map(choices, ("default", "gpt2")),
-        *(overlap(p, half, way) for p in (2, 4) for half in ("attention", "MLP")
-          for way in ("forward", "backward"))],
+        f"within {SEVERAL['bytes_ratio_worst']:.2%}, seconds within {ceil(100 * SEVERAL['step_ratio'])}% "
+        f"({several()} of the measured)", choices(),
+        f"takes {least_to_most([row['over_best'] for row in result('decision')['results']], 3)} of the "
+        "fastest",
+        "takes {} of the longer of both, {} without overlap".format(*map(least_to_most, (
+            [one for p in (2, 4) for half in ("attention", "MLP")
+             for one in overlap(p, half, "forward", "backward")[of]] for of in (0, 1))))],
+    "docs/metp.md": [*lines_of_halves()],
     "docs/estimate.md": [
         f"takes {FARTHEST}.", f"with {MEMO['table3']['tables'][0][1][0][4]:.0f}% MFU",
         f"{SHORT['mean']:.1f} points off",
