@@ -184,8 +184,13 @@ def lines_of_lengths():
 
 def lines_of_states():
     """The table of docs/states.md, the lines of a model as one: the longest with states in each place, and
-    the fastest at a length, which the second line names."""
-    for target in result("states")["targets"]["found"]:
+    the fastest at a length, which the second line names. Below it: where states fit the device."""
+    found = result("states")["targets"]["found"]
+    for target in found[3:]:
+        most = [f"{one['longest']['tokens']:,}" for one in target["places"]]
+        mfu = [one["at_tokens"]["mfu"] for one in target["places"]]
+        yield "...".join(most) + f"...with ...{min(mfu):.1%} to {max(mfu):.1%} at {target['wanted_tokens']:,}"
+    for target in found[:3]:
         lines = []
         for one in target["places"]:
             most, there = one["longest"], one["at_tokens"]
