@@ -32,10 +32,10 @@ import torch
 from bench.machine import machine as machine_at_hand
 from bench.swap_overlap import GRID
 from memo.config.config import Config
-from memo.config.layer import n_rows, tensors_of
+from memo.config.layer import tensors_of
 from memo.config.layout import Layout
 from memo.decide.choose import choose_subsequences
-from memo.decide.step_seconds import UnitRates, step_seconds
+from memo.decide.step_seconds import step_seconds
 from memo.decide.where import GAPS, Room, decide, place_rows, placed, problem_of, ways_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
@@ -124,9 +124,7 @@ def at(rates, bytes_per_s):
 
 def simulated_s(cfg, placement, rates):
     """Seconds of all layers' forward and backward."""
-    units = rates.units or [UnitRates(n_rows(cfg), rates.forward_s, rates.backward_s, 0.0, 0.0,
-                                         rates.recompute_s)]
-    return sum(totals_of(placement.program, step_seconds(placement, tensors_of(cfg, 4), units,
+    return sum(totals_of(placement.program, step_seconds(placement, tensors_of(cfg, 4), rates.units,
                                                 rates.offload_bytes_per_s))[:2])
 
 

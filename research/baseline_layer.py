@@ -82,7 +82,7 @@ def ring_backward(ranks: int, Q: int, KV: int) -> float:
     return 4 * KV + (3 * merged(ranks) - 1) * (Q + 2 * KV) + (ranks - 1) / 2 * (2 * KV + 3 * Q)
 
 
-def layer_s(system: str, cfg: Config, machine: Machine) -> tuple[float, float]:
+def layer_s(system: str, cfg: Layout, machine: Machine) -> tuple[float, float]:
     """Seconds of a layer's (forward, backward) on a rank, of a micro batch. Messages of tp hide as far as the
     machine's figures say, a ring's hops beside attention over the block at hand, Ulysses' all-to-alls not at
     all. A ring sends keys and values, in the backward with their gradients behind them, all in bf16."""

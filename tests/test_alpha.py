@@ -288,8 +288,7 @@ def rates_of(cfg, rate, backward=2.0, recompute=0.5):
         before += n
     forward_s = sum(unit.forward_s for unit in units)
     speed = rate * sum(t.nbytes for t in tensors.values()) / forward_s
-    groups = {g: sum(unit.groups_s[g] for unit in units) for g in nbytes}
-    return Rates(forward_s, backward * forward_s, groups, speed, speed, None, tuple(units))
+    return Rates(tuple(units), speed, speed, None)
 
 
 def step_of(placement, tensors, rates):

@@ -322,11 +322,11 @@ def test_the_estimate_knows_the_kernel():
     assert kernel(of()) == "cudnn" == kernel(of(hardware.machine("b200")))
     assert kernel(of(hardware.machine("a800-80gb"))) == "flash" == kernel(of(deterministic=True))
     assert of(attention="flash").seconds["step"] > 1.5 * of().seconds["step"]
-    kernels_s = [of(attention=name).layer.attention_kernels_s
+    kernels_s = [of(attention=name).layer.units[0].attention_kernels_s
                  for name in ("flash_attn_4", "flash_attn_3", "cudnn", "flash_attn_2", "flash")]
     assert kernels_s[0] < kernels_s[1] < kernels_s[2] < kernels_s[3] == kernels_s[4]
     slower = of(attention="flash_attn_4", deterministic=True)
-    assert kernels_s[0] < slower.layer.attention_kernels_s < kernels_s[2]
+    assert kernels_s[0] < slower.layer.units[0].attention_kernels_s < kernels_s[2]
     T, H = cfg.block_size // 2, 8
     flops = 2 * T * 2 * T / 2 * 2 / 2 * H * 128  # of the forward: two products, half of the scores, cp=2
     causal, full = (2 * flops / f + 5 * flops / b for f, b in ((619e12, 528e12), (622e12, 543e12)))

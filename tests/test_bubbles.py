@@ -34,8 +34,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
         group: recompute_s * s * n / sum(size.values()) for group, n in size.items()}) for s in forward_s)
     always = sum(tensors[name].nbytes for name in ("x", "attn_out", "lse"))
     rate = (always + alpha * sum(size.values())) / N
-    rates = Rates(sum(forward_s), 2 * sum(forward_s), {group: sum(u.groups_s[group] for u in units)
-                                                       for group in groups}, rate, rate, 0, units)
+    rates = Rates(units, rate, rate, 0)
     facts = []
     for one in cfg.every_stage:
         room = Room(2**50, placed(one, 2).device_bytes(tensors))

@@ -21,7 +21,7 @@ from memo.estimate.__main__ import main
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.search import estimate_or_none, longest
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import modelled_rates
 from memo.memory.placement import Placement
 from memo.run.prepare import saved_choice
 from memo.schedule.periods import totals_of
@@ -173,16 +173,14 @@ def test_what_nobody_has_decided_on_is_one_subsequence_or_equal_ones_layer_by_la
 def simulated(room, rate):
     """A judge: decide() and the schedule's simulator, with modelled seconds of a layer."""
     def judge(one):
-        layer = layer_seconds(one, H100, 2)
-        units = tuple(layer.units) if len(layer.units) > 1 else ()
-        rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None, units)
+        rates = Rates(modelled_rates(one, H100, 2).units, rate, rate, None)
         try:
             placement, *_ = decide(one, 2, rates, room)
         except OutOfHostMemory:
             return Judged(inf, where="the host")
         tensors = tensors_of(one, 2)
         over = placement.device_bytes(tensors) - room.spare_bytes
-        seconds = step_seconds(placement, tensors, layer.units, rate)
+        seconds = step_seconds(placement, tensors, rates.units, rate)
         forward, backward, _ = totals_of(placement.program, seconds)
         return Judged(max(0, over), forward + backward, "the device")
     return judge
@@ -203,7 +201,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
     for n in (1, 4, 16):
         for cut in ("equal", "flops"):
             one = Layout.of(cfg, subsequences=n, subsequence_cut=cut, unit_order="layer")
-            costs = layer_seconds(one, H100, 2)
+            costs = modelled_rates(one, H100, 2)
             for k in range(9):
                 fixed = replace(one, alpha=k / 8)
                 try:

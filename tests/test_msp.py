@@ -209,7 +209,7 @@ def facts_of(cfg, unit_s, message_s):
     weights."""
     ends, rows = Ends(0.0, 0.0, *[(0.0,) * cfg.subsequences] * 2), cfg.block_size // cfg.subsequences
     units = tuple(UnitRates(rows, s, 2 * s, 0.0, 0.0, {}) for s in unit_s)
-    rates = Rates(sum(unit_s), 2 * sum(unit_s), {}, 1e12, 1e12, 0, units)
+    rates = Rates(units, 1e12, 1e12, 0)
     numel = layer_numel(cfg, 1)
     lanes = Lanes((4 * numel / message_s,) * cfg.pp, numel) if message_s else None
     return [StageFacts(replace(cfg, stage=k), 4, rates, Room(2**50), ends._replace(lanes=lanes))

@@ -136,8 +136,9 @@ def fed(pp, N, layers=2, **keys):
     """The parts of a step of equal stages whose units all take as long, with free messages."""
     cfg = Layout(**SHAPE | dict(n_layer=pp * layers, pp=pp, subsequences=N, unit_order="subsequence",
                                 vocab_size=1, n_embd=512, batch_size=4) | keys)
-    unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0)
-    layer = SimpleNamespace(units=[unit] * N, attention_kernels_s=N * 1.0, messages_s=0.0)
+    unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0,
+                           attention_kernels_s=1.0, messages_s=0.0)
+    layer = SimpleNamespace(units=[unit] * N)
     stages = []
     for one in cfg.every_stage:
         assert len(one.layers) == layers

@@ -13,6 +13,7 @@ from memo.config.formulas import parameters
 from memo.config.layer import groups_of, layer_of, tensors_of
 from memo.config.layout import Layout
 from memo.decide.alpha import AlphaProblem, largest_block_size, paper
+from memo.decide.step_seconds import UnitRates
 from memo.decide.where import Rates, Room, place_rows, problem_of, with_buffers
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate.arena import fast_arena, head_bytes
@@ -34,7 +35,7 @@ from tests.helpers import gpt_layer, mesh_of
 CPU = torch.device("cpu")
 CFG = Layout(n_layer=5, n_head=2, n_embd=64, vocab_size=100, block_size=512)
 PLENTY = 10**12  # bytes of host memory
-RATES = Rates(1.0, 2.0, {}, 1e9, 1e9, transient_bytes=0)
+RATES = Rates((UnitRates(1, 1.0, 2.0, 0.0, 0.0, {}),), 1e9, 1e9, transient_bytes=0)
 
 
 def tensors(cfg=CFG, dtype=torch.float32):
@@ -217,7 +218,8 @@ def test_a_gpu_with_room_keeps_more_layers_and_one_with_little_shares_more_rows(
     assert buffers(fixed(0.5), model, RATES) == (2, inf)
     assert buffers(replace(CFG, activation="swap"), model, RATES) == (2, inf)
     gpu_with(monkeypatch, 1.5 * whole())
-    rates = replace(RATES, recompute_s=dict.fromkeys(groups_of(tensors()), 1))
+    groups_s = dict.fromkeys(groups_of(tensors()), 1.0)
+    rates = replace(RATES, units=(replace(RATES.units[0], groups_s=groups_s),))
     monkeypatch.setattr("memo.run.reserve.measure", lambda *a: rates)
     d = reserve.reserve_activations(CFG, model, PLENTY)
     assert 0 < d.alpha < 1 and d.swap_plan.binds == "device"

@@ -16,7 +16,7 @@ from memo.config.layout import Layout
 from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Room, place_rows, problem_of
 from memo.estimate.pipeline_seconds import embedding_s, head_s
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import modelled_rates
 from memo.run import measure
 from memo.schedule.streams import open_streams
 from memo.states.passes import Model
@@ -52,7 +52,8 @@ def prices(model, cfg):
 
     def price(kind, by_bytes):
         machine = Counting("free", node, memory, None, free, capability=(9, 0), kind=kind, by_bytes=by_bytes)
-        of_step = step_seconds(swap.placement, swap.tensors, layer_seconds(cfg, machine, itemsize).units, inf)
+        units = modelled_rates(cfg, machine, itemsize).units
+        of_step = step_seconds(swap.placement, swap.tensors, units, inf)
         ends = (part(cfg, machine, itemsize) for part in (embedding_s, head_s))
         return sum(map(of_step, swap.placement.schedule())) + sum(ends)
     kinds = product(MESSAGES, (2, 4), (1, 2))

@@ -3,7 +3,7 @@ communicators that they need. No torch; memo/parallel/mesh.py puts ranks on axes
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Self
 
@@ -49,7 +49,7 @@ class Layout(Config):
         """Lays out one of `world` ranks, of which those of a stage follow each other."""
         return replace(self, stage=rank // (world // self.pp))
 
-    @property
+    @cached_property
     def every_stage(self) -> list[Self]:
         return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
 

@@ -92,9 +92,9 @@ class AlphaProblem:
     @cached_property
     def beside_bytes(self) -> int:
         """Counts what the slab holds beside the rows of swapped units: keys and values that go there."""
-        p, n = self.placement, self.n_swapped
-        twice = sum(rows for unit, (_, rows) in p.stream_rows.items()  # inputs that the stream has
-                    if p.number.get(unit, n) < n)
+        p = self.placement
+        by_layer = p.stream_rows and p.order == "layer"  # the stream has the inputs of all layers but one
+        twice = self.swapped_rows - sum(p.cuts[:self.n_swapped]) if by_layer else 0
         return (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
                 - p.row_bytes(self.tensors[INPUT]) * twice)
 

@@ -142,18 +142,23 @@ def numbers_of(cfg: Config) -> list[int]:
     return [n for n in numbers if LEAST_BUBBLE <= (cfg.pp - 1) / n <= MOST_BUBBLE] or numbers[-1:]
 
 
+def orders_of(cfg: Config) -> tuple[str, ...]:
+    """Lists the orders of units to choose from."""
+    if cfg.unit_order != "auto":
+        return (cfg.unit_order,)
+    if cfg.pp != 1:  # a stage hands a subsequence on when all its layers are done with it
+        return ("subsequence",)
+    return ("layer",) if cfg.states in ("sharded", "host") else ("layer", "subsequence")
+
+
 def choose_subsequences(cfg: Config, judge: Callable[[Layout], Judged]) -> tuple[Layout, str]:
     """Chooses (the Layout with numbers in place of auto, why these): the best_of() those tried. Numbers grow
     until one fits that copies nothing, a step has become slower twice in a row, or more do not help. The
     order "subsequence", which needs more memory, is tried with that number; with all where none fits."""
-    # a stage hands a subsequence on when all its layers are done with it
-    both = (("subsequence",) if cfg.pp > 1 else ("layer",) if cfg.states in ("sharded", "host") else
-            ("layer", "subsequence"))
     if not cfg.undecided:
         return Layout.of(cfg), ""
-    cuts, orders = (kinds if given == "auto" else (given,) for given, kinds in (
-        (cfg.subsequence_cut, ("equal", "flops")), (cfg.unit_order, both)))
-    numbers = numbers_of(cfg)
+    cuts = ("equal", "flops") if cfg.subsequence_cut == "auto" else (cfg.subsequence_cut,)
+    numbers, orders = numbers_of(cfg), orders_of(cfg)
     if numbers == [1]:
         return Layout.of(cfg, subsequences=1, subsequence_cut=cuts[0], unit_order=orders[0]), ""
     found, tried = dict[Layout, Judged](), numbers

@@ -4,8 +4,8 @@ estimate what it models. No torch. Source: MEMO 4.1."""
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from math import ceil, inf
+from functools import cache, cached_property
+from math import ceil, fsum, inf
 from typing import NamedTuple
 
 from memo.config.formulas import head_share
@@ -144,21 +144,38 @@ SPARE_TRANSIENTS = 4  # and one part in so many of what a layer takes beside its
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds are of one layer at the run's shape, all rows. `units`: of each subsequence, where there are
-    several, or layers come: whether copies hide is then simulated."""
+    """Says how fast a layer is at the run's shape, measured or modelled: its `units`, one a subsequence."""
 
-    forward_s: float
-    backward_s: float
-    recompute_s: dict[str, float]  # {group of the layer: seconds}
+    units: tuple[UnitRates, ...]
     offload_bytes_per_s: float  # device to host and host to device, while both are busy
     prefetch_bytes_per_s: float
     transient_bytes: int | None  # the most a layer takes beside its buffers and parameters; None: not known
-    units: tuple[UnitRates, ...] = ()
     states: StateSeconds = STAY
+
+    @cached_property
+    def forward_s(self) -> float:
+        return fsum(unit.forward_s for unit in self.units)
+
+    @cached_property
+    def backward_s(self) -> float:
+        return fsum(unit.backward_s for unit in self.units)
+
+    @cached_property
+    def recompute_s(self) -> dict[str, float]:
+        """Counts {group of the layer: seconds to rebuild all rows}."""
+        return {group: fsum(unit.groups_s[group] for unit in self.units) for group in self.units[0].groups_s}
+
+    @property
+    def both_bytes_per_s(self) -> float:
+        """Finds the rate at which copies go both ways."""
+        return min(self.offload_bytes_per_s, self.prefetch_bytes_per_s)
 
     def as_dict(self) -> dict[str, object]:
         """Makes plan.json's entry of measured ones."""
-        return {name: value for name, value in asdict(self).items()
+        said = asdict(self) | dict(forward_s=self.forward_s, backward_s=self.backward_s,
+                                   recompute_s=self.recompute_s)
+        said["units"] = [unit.measured for unit in self.units] * (len(self.units) > 1 or any(self.states))
+        return {name: value for name, value in said.items()
                 if name not in ("units", "states") or any(value)}
 
 
@@ -259,7 +276,8 @@ def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | No
         if problem.placement.stream == "copied" and any(not over for over, *_ in judged):
             break
         try:
-            if rates and rates.units and cfg.finds_alpha and problem.n_swapped:
+            if rates and cfg.finds_alpha and problem.n_swapped and (
+                    problem.placement.several or cfg.layers_come):
                 seconds, found = hidden(cfg, problem, rates)
             else:
                 costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
@@ -284,14 +302,12 @@ def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
     """Finds (seconds of all layers, Placed) with the most rows whose copies hide, as the schedule's simulator
     sees it: where copies hold the computing up, as those of keys, of states or of the backward may, the
     alpha program counts on a part of the real rate; or with the program's rows, where that is faster."""
-    rate = min(rates.offload_bytes_per_s, rates.prefetch_bytes_per_s)
-
     @cache
     def simulated(part: float) -> tuple[float, float, Placed]:
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
         forward_s, backward_s, stall_s = totals = totals_of(placement.program, step_seconds(
-            placement, problem.tensors, rates.units, rate, rates.states))
+            placement, problem.tensors, rates.units, rates.both_bytes_per_s, rates.states))
         return forward_s + backward_s, stall_s, Placed(placement, plan, totals)
     seconds, stall_s, found = simulated(1.0)
     if stall_s > STALL * seconds:
@@ -326,14 +342,13 @@ class StageFacts:
     @property
     def timed(self) -> bool:
         """Says whether seconds are known, and decide."""
-        return bool(self.rates and self.rates.units and self.ends)
+        return bool(self.rates and len(self.rates.units) > 1 and self.ends)
 
     def seconds(self, placement: Placement) -> Callable[[Step], float]:
         """Makes what gives the seconds of a step of the stage's schedule."""
         assert self.rates is not None and self.ends is not None
-        rate = min(self.rates.offload_bytes_per_s, self.rates.prefetch_bytes_per_s)
-        return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units, rate,
-                            ends=self.ends)
+        return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units,
+                            self.rates.both_bytes_per_s, ends=self.ends)
 
     def alone(self) -> Placed:
         """Decides for the stage by itself. Errors: OutOfHostMemory."""

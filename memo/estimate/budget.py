@@ -1,7 +1,7 @@
 """What a config needs and gives on a machine: bytes of every region of all stages, alpha, seconds of a step,
 MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from arena.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -21,7 +21,7 @@ from memo.estimate import regions
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
 from memo.estimate.regions import Line, Stage
-from memo.estimate.unit_seconds import LayerSeconds, layer_seconds
+from memo.estimate.unit_seconds import modelled_rates
 from memo.kernels.backends import check_matmul, kernel_of
 from memo.memory.placement import Placement
 from memo.memory.sizes import HOST_SHARE
@@ -179,11 +179,11 @@ class Estimate:
 
     @cached_property
     def host_bytes(self) -> int:
-        return self.node_bytes(lambda stage: stage.host_bytes)
+        return self.node_bytes([stage.host_bytes for stage in self.stages])
 
-    def node_bytes(self, of_rank: Callable[[Stage], int]) -> int:
-        """Adds up what the ranks of the fullest node have."""
-        return regions.fullest_node_bytes([*map(of_rank, self.stages)], self.world, self.local_ranks)
+    def node_bytes(self, of_stages: Sequence[int]) -> int:
+        """Adds up what the ranks of the fullest node have; `of_stages`: a rank of each."""
+        return regions.fullest_node_bytes(of_stages, self.world, self.local_ranks)
 
     # --- whether it fits ---
 
@@ -203,7 +203,7 @@ class Estimate:
             device = lack("the device", "oom", stage, "device memory", worst.device_bytes, self.capacity)
         else:  # one memory for both
             device = lack("the device", "oohm", "it", "memory on a node",
-                          self.node_bytes(lambda stage: stage.host_bytes + stage.device_bytes),
+                          self.node_bytes([stage.host_bytes + stage.device_bytes for stage in self.stages]),
                           int(self.machine.node.host_memory_bytes * HOST_SHARE))
         host = lack("the host", "oohm", "it", "host memory to swap to on a node", self.host_bytes,
                     self.host_capacity)
@@ -249,8 +249,8 @@ class Estimate:
     # --- seconds ---
 
     @cached_property
-    def layer(self) -> LayerSeconds | None:
-        return layer_seconds(self.decided, self.machine, self.itemsize)
+    def layer(self) -> Rates | None:
+        return modelled_rates(self.decided, self.machine, self.itemsize)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -270,7 +270,7 @@ class Estimate:
     def most_tgs(self) -> float:
         """Bounds its tgs, with no schedule simulated."""
         layer = self.layer
-        return self.rate(least_s(self.untimed.stages, self.world, layer)) if layer else inf
+        return self.rate(least_s(self.decided, self.world, layer)) if layer else inf
 
     @property
     def mfu(self) -> float | None:
@@ -335,12 +335,10 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
 def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room) -> StageFacts:
     """Models the StageFacts of a config that says which stage, as far as speeds are known."""
     itemsize = itemsize_of(cfg, machine)
-    if (layer := layer_seconds(cfg, machine, itemsize)) is None:
+    if (rates := modelled_rates(cfg, machine, itemsize)) is None:
         return StageFacts(cfg, itemsize, None, room, None)
-    rate, units = machine.node.pcie_bytes_per_s, tuple(layer.units)
-    rates = Rates(layer.forward_s, layer.backward_s, layer.groups_s, rate, rate, None,
-                  units if len(units) > 1 or cfg.layers_come else (),
-                  state_seconds(cfg, machine, world, itemsize))
+    if cfg.layers_come:
+        rates = replace(rates, states=state_seconds(cfg, machine, world, itemsize))
     ends = ends_of(cfg, machine, world, itemsize) if cfg.pp > 1 else None
     return StageFacts(cfg, itemsize, rates, room, ends)
 

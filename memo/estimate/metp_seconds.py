@@ -6,6 +6,7 @@ slow each other here.
     group     of heads, whose q, k and v exist at once
     hop       of a part to the next rank, in the backward of its fp32 gradients too"""
 
+from functools import cached_property
 from math import fsum, prod, sqrt
 
 from memo.config.layer import head_groups, travelling
@@ -20,8 +21,8 @@ class Metp(Unit):
     """Costs a unit by METP. Products have the sizes of parts and groups. `again`: what of q, k, v a backward
     makes again: several subsequences keep k and v, which one makes of the groups that read the same ones."""
 
-    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
-        super().__init__(cfg, machine, itemsize, lengths)
+    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None) -> None:
+        super().__init__(cfg, machine, itemsize, S)
         self.again = "q" if self.several else "qkv"
         self.groups_of_heads = head_groups(cfg)
         keyed = min(self.groups_of_heads, self.layer.kv_heads) if self.several else self.groups_of_heads
@@ -71,6 +72,7 @@ class Metp(Unit):
     def projection(self) -> Cost:
         return self.parts(self.tp**2, self.C / self.tp, self.Q / self.tp)
 
+    @cached_property
     def mlp(self) -> list[Cost]:
         """Costs the MLP but for its last products. Each part begins with the norm."""
         return [*[self.norm("forward")] * self.tp, self.activation("forward"),
@@ -137,10 +139,11 @@ class Metp(Unit):
 
     # --- forward ---
 
-    def attention_half(self, mid: float, names: str) -> list[Cost]:
-        """Costs attn_out and a part of mid's rows from x; `names`: what of q, k, v is not there."""
+    def attention_half(self, mid: float, names: str, attend: list[Cost]) -> list[Cost]:
+        """Costs attn_out, from q, k, v on `attend`, and a part of mid's rows from x; `names`: what of q, k, v
+        is not there."""
         groups, piece = self.groups_of_heads, self.piece_s()
-        work = [*self.attend(), *self.made(names), Cost(mid * self.projection().seconds)]
+        work = [*attend, *self.made(names), Cost(mid * self.projection().seconds)]
         coming, step_s = self.others_s("broadcast", names), total(work) / groups
         # beside each group but the last the next one's; a piece of the projection's matrix beside the first
         # group of each rank's heads but the first's, and beside the last group
@@ -148,18 +151,18 @@ class Metp(Unit):
                 self.late(coming, step_s, times=groups - self.tp),
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
-    def rebuilt(self, attention: float, mid: float) -> list[Cost]:
+    def rebuilt(self, attention: float, mid: float, attend: list[Cost]) -> list[Cost]:
         """Costs rebuilding parts of the rows of attn_out and mid; for mid alone all pieces come at once."""
         if attention:
             names = self.again + "p"
-            return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again)]
+            return [*self.matrices(names), *self.scales(names), *self.attention_half(mid, self.again, attend)]
         products, piece = mid * self.projection().seconds, self.piece_s()
         return [*self.matrices("p"), *self.scales("p"), Cost(products), Cost(piece, MESSAGES),
                 self.late(piece, products / self.tp, times=self.tp - 1)] * (mid > 0)
 
-    def forward(self) -> list[Cost]:
-        attention = self.attention_half(1.0, "qkv")
-        mlp, hop = [*self.mlp(), self.parts(self.tp, self.C, self.part_width)], self.hop_of_part_s()
+    def forward(self, attend: list[Cost]) -> list[Cost]:
+        attention = self.attention_half(1.0, "qkv", attend)
+        mlp, hop = [*self.mlp, self.parts(self.tp, self.C, self.part_width)], self.hop_of_part_s()
         step = total(mlp) / self.tp  # the own part is the first
         hops = [self.late(hop, total(attention) + step)]
         if self.tp > 2:  # the second leaves when the own part begins
@@ -177,17 +180,24 @@ class Metp(Unit):
 
     # --- backward ---
 
-    def backward(self) -> list[Cost]:
+    @cached_property
+    def mlp_backward(self) -> list[Cost]:
+        sizes = [(self.C, self.part_width), *((width, self.C) for width in self.hidden_widths)]
+        return [*self.mlp, self.activation("backward"),
+                *(cost for gives, takes in sizes for cost in self.parts_backward(self.tp, gives, takes))]
+
+    @cached_property
+    def products_backward(self) -> list[Cost]:
+        """Costs the products of a backward of attention's half, and `again` of q, k, v."""
+        return [*self.made(self.again), *self.turned("qkv"),
+                *self.parts_backward(self.groups_of_heads, self.C, self.widths["q"]),
+                *(cost for name, width in self.widths.items()
+                  for cost in self.parts_backward(self.times[name], width, self.C))]
+
+    def backward(self, attend: list[Cost], attend_backward: list[Cost]) -> list[Cost]:
         """Costs a backward, which makes norm, hidden tensors, activation and `again` of q, k, v again."""
-        tp, groups, widths = self.tp, self.groups_of_heads, self.widths
-        mlp = [*self.mlp(), self.activation("backward"),
-               *self.parts_backward(tp, self.C, self.part_width),
-               *(cost for width in self.hidden_widths for cost in self.parts_backward(tp, width, self.C))]
-        half = [*self.attend_backward(self.cfg.n_head // groups), *self.made(self.again), *self.turned("qkv"),
-                *self.parts_backward(groups, self.C, widths["q"]),
-                *(cost for name in widths for cost in self.parts_backward(
-                    self.times[name], widths[name], self.C))]
-        travelled = (sum(self.part.values()) * (tp - 1)
+        mlp, half = self.mlp_backward, [*attend_backward, *self.products_backward]
+        travelled = (sum(self.part.values()) * (self.tp - 1)
                      + sum(self.times[name[0]] * n for name, n in self.group.items()))
         # fp32 gradients of travelling matrices are set to zero and added to others
         sums_s = self.speeds.seconds("copy", 16 * travelled, 16 * travelled) if travelled else 0.0

@@ -8,9 +8,9 @@ from math import fsum, sqrt
 from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
 from memo.config.layout import Layout, subsequence_lengths, unit_rows
 from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, step_seconds
+from memo.decide.where import Rates
 from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes
-from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
 from memo.schedule.order import keys_leave
 from memo.schedule.periods import totals_of
@@ -145,7 +145,7 @@ def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerSeconds) -> list[Times]:
+                   layer: Rates) -> list[Times]:
     """Simulates a micro batch -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
@@ -155,26 +155,26 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: LayerSeconds) -> list[list[Span]]:
+                   layer: Rates) -> list[list[Span]]:
     """Simulates a micro batch -> the spans of each stage, all on one clock."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
 
 
-def least_s(stages: Sequence[Stage], world: int, layer: LayerSeconds) -> float:
+def least_s(cfg: Layout, world: int, layer: Rates) -> float:
     """Bounds a step's seconds from below: by computing, and by waiting for the first or last subsequence."""
-    layers, units = [stage.placement.n_layer for stage in stages], layer.units
+    layers, units = cfg.depths, layer.units
     each = [unit.forward_s + unit.backward_s for unit in units]
     longest = max(layers[0] * fsum(each) + sum(layers[1:]) * each[-1],
                   layers[-1] * fsum(each) + sum(layers[:-1]) * each[0])
-    if stages[0].cfg.msp:  # which fills the bubbles at best
-        longest = sum(layers) * fsum(each) / len(stages)
-    return micros_of_rank(stages[0].cfg, world) * longest
+    if cfg.msp:  # which fills the bubbles at best
+        longest = sum(layers) * fsum(each) / cfg.pp
+    return micros_of_rank(cfg, world) * longest
 
 
 def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
-            layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
+            layer: Rates) -> tuple[dict[str, float], list[tuple[float, float]]]:
     """Simulates a micro batch in one stage -> ({part: seconds}, [its layers' (forward, backward)])."""
     cfg, p, units = stage.cfg, stage.placement, layer.units
     forward, backward, stall = stage.totals or totals_of(p.program, step_seconds(
@@ -182,7 +182,8 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
         state_seconds(cfg, machine, world, itemsize)))
     again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
     swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
-    parts = {"attention": cfg.n_layer * layer.attention_kernels_s, "messages": cfg.n_layer * layer.messages_s,
+    parts = {"attention": cfg.n_layer * fsum(unit.attention_kernels_s for unit in units),
+             "messages": cfg.n_layer * fsum(unit.messages_s for unit in units),
              "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = head_s(cfg, machine, itemsize) + embedding_s(cfg, machine, itemsize)
@@ -190,7 +191,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
 
 
 def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-               layer: LayerSeconds) -> tuple[dict[str, float], list[tuple[float, float]]]:
+               layer: Rates) -> tuple[dict[str, float], list[tuple[float, float]]]:
     """Simulates a micro batch in several stages, as alone_s(): the means of all, and of waits, "bubble"."""
     cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
@@ -200,7 +201,8 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
                 of[step.op] += end - start
     mean = {op: fsum(of[op] for of in spent) / cfg.pp for op in (*LAYERS, *PIPELINE_ENDS)}
     share = cfg.n_layer / cfg.pp
-    parts = {"attention": share * layer.attention_kernels_s, "messages": share * layer.messages_s,
+    parts = {"attention": share * fsum(unit.attention_kernels_s for unit in layer.units),
+             "messages": share * fsum(unit.messages_s for unit in layer.units),
              "recompute": mean[Op.RECOMPUTE]}
     parts["rest of the layers"] = fsum(mean[op] for op in LAYERS) - sum(parts.values())
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
@@ -210,7 +212,7 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
 
 
 def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-           layer: LayerSeconds) -> dict[str, float]:
+           layer: Rates) -> dict[str, float]:
     """Counts {part: seconds} of a step, which add up to its "step". Micro batches follow each other, as no
     stage begins one before it has ended the last; gradients and optimizer are the slowest stage's."""
     parts, passes = (together_s(stages, machine, world, itemsize, layer) if len(stages) > 1 else

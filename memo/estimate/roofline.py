@@ -10,12 +10,12 @@ elementwise passes their bytes. Source: MEMO 4.1."""
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 from math import fsum, gcd, sqrt
 from typing import NamedTuple
 
 from memo.config.config import Config
 from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
+from memo.config.layout import Layout, subsequence_lengths
 from memo.kernels.backends import kernel_of
 from memo.system.hardware import FP8_PRODUCTS, Machine
 
@@ -32,6 +32,7 @@ ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the 
 # parts of a step that a Cost may count for
 KERNELS, MESSAGES, REST = "attention", "messages", "rest of the layers"
 WAYS = "forward", "backward"
+Before = Counter[int]  # the subsequences before a unit's own: how many there are of each length
 
 
 class Cost(NamedTuple):
@@ -53,9 +54,9 @@ def units_of_passes(cfg: Config, machine: Machine) -> dict[str, int]:
 
 
 class Unit:
-    """Sizes of a unit, and what one rank's operations on it cost. `lengths`: of several subsequences those up
-    to the unit's own. `kernel`: of attention, see memo/kernels/backends.py; `ring`: ranks that keys and
-    values go round; `turns`: groups of heads that attention takes in turns, each with its own messages."""
+    """Sizes of a unit of S tokens, and what one rank's operations on it cost, whatever is before it.
+    `kernel`: of attention, see memo/kernels/backends.py; `ring`: ranks that keys and values go round;
+    `turns`: groups of heads that attention takes in turns, each with its own messages."""
 
     # Tensors that FP8 products read and write (memo/kernels/fp8.py), in bf16: to round one to FP8 it is read
     # for the largest element of each row, and again, and written at half the width; for the gradient of a
@@ -64,13 +65,13 @@ class Unit:
     ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
     SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 
-    def __init__(self, cfg: Config, machine: Machine, itemsize: int, lengths: tuple[int, ...] = ()) -> None:
+    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
         self.kernel = kernel_of(cfg, machine)
         self.layer = layer_of(cfg)
-        *self.before, self.S = lengths or (cfg.block_size,)
-        self.several = bool(lengths)
+        lengths = subsequence_lengths(cfg)
+        self.S, self.several = S or max(lengths), len(lengths) > 1
         B, T, C = cfg.batch_size, self.S // cfg.cp, cfg.n_embd
         self.rows, self.C, self.tp, self.cp = B * T, C, cfg.tp, cfg.cp
         self.own = self.rows / self.tp
@@ -79,11 +80,12 @@ class Unit:
         self.Q, self.KV = (heads * self.layer.head_dim for heads in (self.layer.heads, self.layer.kv_heads))
         self.row_bytes, self.itemsize = B * T // cfg.tp * itemsize, itemsize
         # keys and values that several groups of heads read travel once for each of these
-        self.at_once = group_heads(cfg, max([*self.before, self.S]))
+        self.at_once = group_heads(cfg, max(lengths))
         self.groups_a_key = max(1, self.layer.heads // self.layer.kv_heads // self.at_once)
         self.kv_bytes = 2 * self.KV * self.row_bytes * self.groups_a_key
         parts = head_groups(cfg) if cfg.metp else cfg.tp  # of the heads
-        self.turns = -(-self.layer.heads // parts // self.at_once) * (parts if cfg.metp else 1)
+        self.heads_made = self.layer.heads // parts  # of q, which exist at a time
+        self.turns = -(-self.heads_made // self.at_once) * (parts if cfg.metp else 1)
         scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, machine)
@@ -126,15 +128,6 @@ class Unit:
         return [self.kernel_pass(f"rms norm {way}", width),
                 *[self.kernel_pass("rotary", width)] * (self.cfg.position == "rope")]
 
-    def attend(self) -> list[Cost]:
-        """Costs making attn_out from q, k and v."""
-        return [*attention(self)[0], self.copy(2 * self.Q), *self.head_norms("forward")]
-
-    def attend_backward(self, heads: int) -> list[Cost]:
-        """Costs making dq, dk and dv of so many heads at a time; several groups' go where q, k, v were."""
-        moved = [self.copy(2 * (self.Q + 2 * self.KV))] * (self.at_once < heads)
-        return [*attention(self)[1], *moved, *self.head_norms("forward"), *self.head_norms("backward")]
-
     def late(self, message_s: float, beside_s: float, hidden: float | None = None, first_s: float = 0.0,
              times: int = 1) -> Cost:
         """Costs what nothing hides of messages of so many seconds beside so many of computing. `first_s`: of
@@ -165,20 +158,22 @@ def own_kernels(u: Unit, way: str) -> list[Cost]:
     return [kernel(u, way, own, u.S), *[kernel(u, way, flops - own, u.S, full=True)] * (ring > 1)]
 
 
-def kernels_before(u: Unit, way: str) -> list[Cost]:
+def kernels_before(u: Unit, way: str, before: Before) -> list[Cost]:
     """Costs the kernels over the keys of all subsequences before."""
     return [Cost(times * kernel(u, way, u.attention_flops * 2 * n / u.S, n, full=True).seconds, KERNELS)
-            for n, times in Counter(u.before).items()]
+            for n, times in before.items()]
 
 
-@lru_cache(1)  # a unit's passes all ask for it
-def attention(u: Unit) -> tuple[list[Cost], list[Cost]]:
-    """Costs (forward, backward) of attention, from q, k and v on."""
-    both = prefix if u.several else ulysses if u.ulysses else ring
-    beside = both(u) if u.several or u.ring > 1 else ([], [])
-    forward, backward = ([*own_kernels(u, way), *kernels_before(u, way), *more]
+def attention(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
+    """Costs attn_out from q, k and v, and dq, dk, dv from its gradient; those of several groups of heads go
+    where q, k, v were."""
+    beside = prefix(u, before) if u.several else ([], []) if u.ring == 1 else (
+        ulysses if u.ulysses else ring)(u)
+    forward, backward = ([*own_kernels(u, way), *kernels_before(u, way, before), *more]
                          for way, more in zip(WAYS, beside, strict=True))
-    return forward, backward
+    norms, moved = u.head_norms("forward"), [u.copy(2 * (u.Q + 2 * u.KV))] * (u.at_once < u.heads_made)
+    return ([*forward, u.copy(2 * u.Q), *norms],
+            [*backward, *moved, *norms, *u.head_norms("backward")])
 
 
 # --- a ring ---
@@ -242,14 +237,15 @@ def dealing(u: Unit) -> list[Cost]:
     return [exchange(u, keys_dealt(u.cfg) * u.KV, 1)] * 2 if u.ulysses else []
 
 
-def prefix(u: Unit) -> tuple[list[Cost], list[Cost]]:
+def prefix(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
     """Costs merging partial results, and adding up partial gradients, in fp32, and messages. A ring passes
     queries, and their sums on the way home; Ulysses exchanges q, out; backward dout, q, out, dq, dk, dv."""
-    n, p = len(u.before) + 1, 1 if u.ulysses else u.ring
+    n, p = before.total() + 1, 1 if u.ulysses else u.ring
     # of a visitor's own piece half of the queries meet a rank before it
     merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
     forward = [u.copy(6 * u.Q), Cost(merges * u.kernel_pass("merge", u.Q).seconds)] if merges else []
-    keys = p * (1 + sum(u.before) / u.S)  # pieces whose sums grow, in units of the own one
+    # pieces whose sums grow, in units of the own one
+    keys = p * (1 + sum(length * times for length, times in before.items()) / u.S)
     added = 1 + 8 // u.itemsize
     backward = [u.copy((2 + added * merges) * u.Q + (2 + added * keys) * 2 * u.KV)]
     if u.ulysses:
@@ -258,15 +254,16 @@ def prefix(u: Unit) -> tuple[list[Cost], list[Cost]]:
     if u.ring > 1:
         fp32 = u.row_bytes * 4 // u.itemsize
         lse, queries = fp32 * u.layer.heads, u.Q * u.row_bytes
-        forward += passing(u, "forward", queries, u.Q * fp32 + lse)
-        backward += passing(u, "backward", 3 * queries + lse, u.Q * fp32)
+        forward += passing(u, "forward", before, queries, u.Q * fp32 + lse)
+        backward += passing(u, "backward", before, 3 * queries + lse, u.Q * fp32)
     return forward, backward
 
 
-def passing(u: Unit, way: str, leaving: float, home: float) -> list[Cost]:
+def passing(u: Unit, way: str, before: Before, leaving: float, home: float) -> list[Cost]:
     """Costs what passes the ring: `leaving` bytes of queries, and their sums on the way home, a rank behind.
     The first hop hides behind the own queries' pieces before, the last one behind their own piece."""
-    before, own = (total(costs(u, way)) / u.ring for costs in (kernels_before, own_kernels))
+    before_s = total(kernels_before(u, way, before)) / u.ring
+    own_s = total(own_kernels(u, way)) / u.ring
     leave, come = hop_s(u, leaving), hop_s(u, home)
-    return [late_hop(u, leave, before), late_hop(u, leave + come, before + own, u.ring - 2),
-            late_hop(u, come, own)]
+    return [late_hop(u, leave, before_s), late_hop(u, leave + come, before_s + own_s, u.ring - 2),
+            late_hop(u, come, own_s)]

@@ -39,32 +39,34 @@ def config_with(cfg: Config, **keys: Value) -> Config | None:
 
 def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
     """Makes the Estimate; None: the config cannot be, or no number of subsequences that is auto fits."""
-    def judge(got: Estimate) -> Judged:  # only what no_room() says nothing of is placed
-        return no_room(got) or got.untimed.judged
     try:
         if cfg and cfg.undecided:
-            got, judged = choose_numbers(cfg, machine, world, fast_arena, judge)
+            got, judged = choose_numbers(cfg, machine, world, fast_arena, judge_room)
             return None if judged.lacking else got.on(machine, arena)
         return estimate(cfg, machine, world, arena) if cfg else None
     except ConfigError:
         return None
 
 
-def no_room(got: Estimate) -> Judged | None:
-    """Judges an Estimate for which device or host are too small even with as little there as its mode allows;
-    None where nothing says so. Takes a small part of the time of the bytes of all stages."""
+def judge_room(got: Estimate) -> Judged:
+    """Judges an Estimate without seconds: whether device and host have room for as little as its mode allows.
+    Takes a small part of the time of placing all stages, but on a CPU and where alpha is given."""
     cfg, found = got.decided, list[Judged]()
     if got.machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
-        return None
+        return got.untimed.judged
+    states = got.node_bytes([sum(line.host_bytes for line in got.besides[stage.stage_kind].lines)
+                             for stage in cfg.every_stage])
+    if states > got.host_capacity:
+        return Judged(states - got.host_capacity, where="the host")
     for one in {cfg.every_stage[0], cfg.every_stage[-1]}:
         room = got.besides[one.stage_kind].room
         found.append(min(lacking(one, problem_of(one, got.itemsize, None, room, **way), room)
                          for way in ways_of(one)))
-    return max(found) if max(found).lacking > 0 else None
+    return max(found)
 
 
 def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
-    """Judges, as no_room(), one of the ways_of() a stage, whose problem has two buffers."""
+    """Judges, as judge_room(), one of the ways_of() a stage, whose problem has two buffers."""
     swaps = cfg.activation in ("swap", "memo")
     if swaps:
         device = problem.device_bytes_at(0 if cfg.finds_alpha else problem.placement.n_rows)
@@ -72,11 +74,14 @@ def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
         device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
     if device > room.spare_bytes:
         return Judged(device - room.spare_bytes, where="the device", device_alone=True)
-    if swaps and problem.n_swapped:  # fewer with more buffers
+    if not swaps or not problem.n_swapped:
+        return Judged()
+
+    def host_bytes(problem: AlphaProblem) -> int:
+        return problem.least_bytes if cfg.finds_alpha else problem.needed_bytes(1.0)
+    if host_bytes(problem) > room.host_bytes:  # with more buffers fewer units are swapped
         problem = with_buffers(cfg, problem, room)
-        host = problem.least_bytes if cfg.finds_alpha else problem.needed_bytes(1.0)
-        return Judged(max(0, host - room.host_bytes), where="the host")
-    return Judged()
+    return Judged(max(0, host_bytes(problem) - room.host_bytes), where="the host")
 
 
 def layout_values(cfg: Config) -> tuple[object, ...]:
@@ -163,7 +168,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
         fit, taken = list[Estimate](), list[Estimate]()
         for one in every:
             got = estimate_or_none(one, machine, world, fast_arena)
-            if got and got.untimed.fits:
+            if got and not judge_room(got).lacking:
                 fit.append(got)
             judged += 1
         for got in sorted(fastest_of(fit, best), key=speed, reverse=True):
@@ -190,7 +195,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-            suits: Suits = lambda got: got.fits) -> Estimate | None:
+            suits: Suits = lambda got: True) -> Estimate | None:
     """Finds the Estimate of the greatest block_size up to LONGEST that `suits`; None where none does."""
     most = longest_by_bound(cfg, machine, world, suits)
     return most and with_seconds(most, arena, suits)
@@ -209,7 +214,7 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
     def suit(n: int) -> bool:
         nonlocal best
         got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, bound)
-        if not (got and got.untimed.fits and suits(got.untimed)):
+        if not (got and not judge_room(got).lacking and suits(got.untimed)):
             return False
         best = got
         return True
@@ -244,7 +249,7 @@ def with_seconds(most: Estimate, arena: ArenaOf, suits: Suits) -> Estimate | Non
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
                        best: int = 5, modes: Sequence[Keys] = FARTHEST,
-                       suits: Suits = lambda got: got.fits) -> list[Estimate]:
+                       suits: Suits = lambda got: True) -> list[Estimate]:
     """Finds the Estimates of the `best` layouts with the longest contexts that `suits`, the longest first."""
     every, tried = layouts(cfg, machine, world, modes), 0
     every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
@@ -263,7 +268,7 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             if least:  # most layouts end here: with one estimate
                 at_least = config_with(one, block_size=-(-least // unit) * unit)
                 start = estimate_or_none(at_least, machine, world, fast_arena)
-                if not (start and start.untimed.fits and suits(start.untimed)):
+                if not (start and not judge_room(start).lacking and suits(start.untimed)):
                     continue
             most = longest_by_bound(one, machine, world, suits, start=start)
             if most and (layout not in found or length(most.untimed) > length(found[layout].untimed)):

@@ -1,15 +1,15 @@
-"""What a unit costs by tensor parallelism, and the seconds of a layer and of its units, of which there is one
-a subsequence: the sums of their Costs."""
+"""What a unit costs by tensor parallelism, and the seconds of a layer's units, of which there is one a
+subsequence: the sums of their Costs."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from math import fsum
+from functools import cached_property, lru_cache
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.step_seconds import UnitRates
+from memo.decide.where import Rates
 from memo.estimate.metp_seconds import Metp
-from memo.estimate.roofline import KERNELS, MESSAGES, Cost, Unit, dealing, total
+from memo.estimate.roofline import KERNELS, MESSAGES, Before, Cost, Unit, attention, dealing, total
 from memo.system.hardware import Machine
 
 
@@ -86,7 +86,13 @@ class Block(Unit):
             costs += [self.matrix_copy(self.GRADIENT_BYTES / self.itemsize * weights)] * self.pieces
         return costs
 
-    # --- the passes ---
+    # --- the passes: `attend`, `attend_backward` are what attention() costs ---
+
+    def forward(self, attend: list[Cost]) -> list[Cost]:
+        return [*attend, *self.rest]
+
+    def backward(self, attend: list[Cost], attend_backward: list[Cost]) -> list[Cost]:
+        return [*attend_backward, *self.rest_backward]
 
     def operation(self, op: Operation) -> list[Cost]:
         """Costs an operation of the forward on all rows, with its part of the message of its input."""
@@ -104,12 +110,20 @@ class Block(Unit):
         part = sum(one is op for one in sharing) / len(sharing)
         return [*costs, *[self.kernel_pass("rotary", op.gives)] * op.rotary, Cost(part * message, MESSAGES)]
 
-    def forward(self) -> list[Cost]:
-        return [*self.attend(), *(cost for op in self.layer.operations for cost in self.operation(op))]
+    @cached_property
+    def groups_s(self) -> dict[str, float]:
+        """Counts the seconds to make each group of tensors again."""
+        return {group: total(self.operation(op)) for group, op in self.layer.groups.items()}
 
-    def backward(self) -> list[Cost]:
+    @cached_property
+    def rest(self) -> list[Cost]:
+        """Costs a forward but for attention."""
+        return [cost for op in self.layer.operations for cost in self.operation(op)]
+
+    @cached_property
+    def rest_backward(self) -> list[Cost]:
         """Costs dx and dw of each product, and what is made again for them."""
-        costs = self.attend_backward(self.cfg.n_head // self.tp)
+        costs = list[Cost]()
         for op in self.layer.operations:
             if op.kind == "norm":
                 costs.append(self.norm("backward"))
@@ -129,11 +143,13 @@ class Block(Unit):
 
 
 class UnitSeconds(UnitRates):
-    """Adds up a unit's Costs, and `attention_kernels_s` and `messages_s` of forward and backward apart."""
+    """Adds up the Costs of a unit behind those before it."""
 
-    def __init__(self, unit: Block | Metp) -> None:
+    def __init__(self, unit: Block | Metp, before: Before) -> None:
         self.unit, u, self.rows = unit, unit, unit.own
-        forward, backward, sweep = u.forward(), u.backward(), list[Cost]()
+        self.attend, attend_backward = attention(u, before)
+        forward, sweep = u.forward(self.attend), list[Cost]()
+        backward = u.backward(self.attend, attend_backward)
         if u.several:
             copied = u.copy(2 * u.C)  # the input between the stream and the unit, and dx back
             forward += [copied, *dealing(u)]
@@ -143,40 +159,35 @@ class UnitSeconds(UnitRates):
         self.attention_kernels_s, self.messages_s = (total(forward + backward, part)
                                                      for part in (KERNELS, MESSAGES))
         if isinstance(u, Metp):
-            self.groups_s, self.attention_s = {"mid": total(u.rebuilt(0, 1))}, total(u.rebuilt(1, 0))
+            self.groups_s = {"mid": total(u.rebuilt(0, 1, []))}
+            self.attention_s = total(u.rebuilt(1, 0, self.attend))
         else:
-            self.groups_s = {group: total(u.operation(op)) for group, op in u.layer.groups.items()}
-            self.attention_s = total(u.attend())
+            self.groups_s, self.attention_s = u.groups_s, total(self.attend)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         if not isinstance(self.unit, Metp):
             return super().recompute_s(missing)
-        rebuilt = ((r.stop - r.start) / self.rows if (r := missing.get(name)) else 0.0
-                   for name in (ATTENTION, "mid"))
-        return total(self.unit.rebuilt(*rebuilt))
+        attention, mid = ((r.stop - r.start) / self.rows if (r := missing.get(name)) else 0.0
+                          for name in (ATTENTION, "mid"))
+        return total(self.unit.rebuilt(attention, mid, self.attend))
 
 
-class LayerSeconds:
-    """Seconds of a layer: the sums of those of its `units`, one a subsequence."""
-
-    def __init__(self, units: Sequence[UnitSeconds]) -> None:
-        self.units = units
-        self.forward_s, self.backward_s, self.attention_kernels_s, self.messages_s = (
-            fsum(getattr(unit, name) for unit in units)
-            for name in ("forward_s", "backward_s", "attention_kernels_s", "messages_s"))
-        self.groups_s = {group: fsum(unit.groups_s[group] for unit in units) for group in units[0].groups_s}
-
-
-def layer_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds | None:
-    """Models the seconds of a layer of a config; None where no speeds of its dtype are known."""
+def modelled_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates | None:
+    """Models the Rates of a layer of a config whose states stay; None where no speeds of its dtype are
+    known."""
     if machine.speeds is None or machine.speeds.itemsize != itemsize:
         return None
-    return known_seconds(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
+    return known_rates(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
                                       alpha_mode="per_tensor"), machine, itemsize)
 
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
-def known_seconds(cfg: Layout, machine: Machine, itemsize: int) -> LayerSeconds:
+def known_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates:
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
-    ends = range(1, len(lengths) + 1) if len(lengths) > 1 else (0,)
-    return LayerSeconds([UnitSeconds(kind(cfg, machine, itemsize, lengths[:end])) for end in ends])
+    of_length = {S: kind(cfg, machine, itemsize, S) for S in lengths}
+    before, units = Before(), list[UnitSeconds]()
+    for S in lengths:
+        units.append(UnitSeconds(of_length[S], before))
+        before[S] += 1
+    rate = machine.node.pcie_bytes_per_s
+    return Rates(tuple(units), rate, rate, None)

@@ -157,7 +157,10 @@ class Placement(Surroundings, InOrder):
             return found
         lengths = [rows for _, rows in found]
         # neighbours take turns: neither may reach into what the other keeps
-        kept = [self.kept_rows(i, name) for i in range(len(self.lengths))]
+        kept = self.kept.get(name, self.n_rows)
+        if not isinstance(kept, tuple):
+            of_length = {n: self.part(i, kept) for n, i in {n: i for i, n in enumerate(self.lengths)}.items()}
+            kept = tuple(map(of_length.__getitem__, self.lengths))
         spans = [self.lengths[a] + kept[b] for i, j in self.forward_order.neighbours
                  for a, b in ((i, j), (j, i))]
         span = max(*lengths, *spans)
@@ -212,16 +215,16 @@ class Placement(Surroundings, InOrder):
         return self.keys_row_bytes(tensors) if copied else 0
 
     @cached_property
-    def stream_rows(self) -> dict[Unit, tuple[int, int]]:
-        """Finds for each unit (first row in the slab, rows) of what leaves the device of what lies between
-        layers: below that layer, or above the last. Without a backward all layers' have the same places."""
+    def stream_rows(self) -> "StreamRows":
+        """Finds the rows of what leaves the device of what lies between layers: below a unit's layer, or
+        above the last. Without a backward all layers' have the same places."""
         if not self.several or self.stream != "copied":
-            return {}
+            return StreamRows()
         return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
 
     def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
         """Counts the bytes of the host slab for what lies between layers."""
-        return self.row_bytes(tensors[INPUT]) * max(map(sum, self.stream_rows.values()), default=0)
+        return self.row_bytes(tensors[INPUT]) * self.stream_rows.end
 
     @property
     def own_stream_rows(self) -> int:
@@ -339,14 +342,21 @@ def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> l
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
 
 
+class StreamRows(dict[Unit, tuple[int, int]]):
+    """Holds {unit: (first row in the slab, rows)}."""
+
+    @cached_property
+    def end(self) -> int:
+        return max(map(sum, self.values()), default=0)
+
+
 @lru_cache(16)
-def stream_rows(order: ForwardOrder, cuts: tuple[int, ...],
-                forward_only: bool) -> dict[Unit, tuple[int, int]]:
+def stream_rows(order: ForwardOrder, cuts: tuple[int, ...], forward_only: bool) -> StreamRows:
     """Finds Placement.stream_rows of a stream that is copied."""
     units, firsts = order.stream_leaves, [0, *accumulate(cuts)]
     ends = accumulate((cuts[i] for _, i in units), initial=0)
-    return {unit: (firsts[unit.subsequence] if forward_only else end, cuts[unit.subsequence])
-            for unit, end in zip(units, ends, strict=False)}
+    return StreamRows((unit, (firsts[unit.subsequence] if forward_only else end, cuts[unit.subsequence]))
+                      for unit, end in zip(units, ends, strict=False))
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:

@@ -355,7 +355,4 @@ def measure(model: Model, pin: bool) -> Rates:
     buffer = max(swap.buffers.values(), key=len)
     rates = copy_rates(buffer, swap.streams, pin, model.mesh.host)
     offload, prefetch = peers.max(*(-rate for rate in rates))
-    forward_s, backward_s = sum(unit.forward_s for unit in units), sum(unit.backward_s for unit in units)
-    recompute_s = {name: sum(unit.groups_s[name] for unit in units) for name in units[0].groups_s}
-    return Rates(forward_s, backward_s, recompute_s, -offload, -prefetch, transient,
-                 tuple(units) if len(units) > 1 or swap.placement.layers_come else ())
+    return Rates(tuple(units), -offload, -prefetch, transient)

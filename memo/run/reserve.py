@@ -31,7 +31,6 @@ from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.regions import Line
 from memo.estimate.search import longest
-from memo.estimate.unit_seconds import LayerSeconds
 from memo.memory.slab import host_bytes
 from memo.parallel.mesh import open_lanes
 from memo.planner.allocator import Arena
@@ -254,7 +253,7 @@ def table_row(what: str, device_bytes: int, host_bytes: int, more: str = "") -> 
 
 def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) -> list[str]:
     """Lists the lines on what set alpha, and on what was measured."""
-    def passes(of: Rates | LayerSeconds) -> str:
+    def passes(of: Rates) -> str:
         return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
     plan, rates, p = decision.swap_plan, decision.rates, decision.placement
     lines = [f"alpha       {what_set_it(cfg, plan, p)}"] if plan else []

@@ -11,7 +11,7 @@ from memo.estimate.budget import estimate
 from memo.estimate.report import layout_of
 from memo.estimate.roofline import own_kernels, total
 from memo.estimate.search import config_with, longest
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import modelled_rates
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.system.hardware import GIB
 from research.baselines import DEEPSPEED, MEGATRON
@@ -33,7 +33,7 @@ def of_a_layer(S):
     """Seconds of a layer of 7B on a rank: (forward, attention's kernel in it, offload of all that it
     keeps)."""
     cfg = Layout.of(paper_config("7B", S))
-    layer, node = layer_seconds(cfg, A800, BF16), A800.node
+    layer, node = modelled_rates(cfg, A800, BF16), A800.node
     nbytes = sum(t.nbytes for t in tensors_of(cfg, BF16).values())
     kernels_s = total(own_kernels(layer.units[0].unit, "forward"))
     return layer.forward_s, kernels_s, nbytes / node.pcie_bytes_per_s

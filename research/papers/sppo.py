@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from memo.config.formulas import layer_forward_flops
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.msp import helped_units
-from memo.estimate.unit_seconds import layer_seconds
+from memo.estimate.unit_seconds import modelled_rates
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
 from research.papers import sppo_sizes, sppo_speed
 from research.papers.page import COUNTED, DRY, SIMULATED, Part
@@ -65,7 +65,7 @@ def figure7():
         steps, alone = {}, None
         for N in NUMBERS:
             cfg = sppo_config(model, sp, pp, tokens, N)
-            layer = layer_seconds(cfg, gpus(sp * pp), BF16)
+            layer = modelled_rates(cfg, gpus(sp * pp), BF16)
             seconds = layer.forward_s + layer.backward_s
             alone = alone or seconds
             steps[N] = (pp - 1 + N) / N * seconds

@@ -7,6 +7,7 @@ ring, and hold 10 of the 80 layers); what a subsequence's activations are (memo'
 keys and values, which stay on the device); the PCIe rate (the DGX A100's, all GPUs at once). Equal FLOPs
 count the masked half of the scores, as the paper's lengths do; the seconds are of kernels that skip it. """
 
+from collections import Counter
 from itertools import accumulate
 
 import matplotlib.pyplot as plt
@@ -59,7 +60,8 @@ class Stage:
                                 subsequence_cut="flops", unit_order="subsequence")
         self.N, self.lengths = N, cut(cfg, ALIGNED * cfg.block_multiple)
         self.sizes = [activation_bytes(cfg, n) for n in self.lengths]
-        units = [UnitSeconds(Block(cfg, A100, BF16, self.lengths[:i + 1])) for i in range(N)]
+        units = [UnitSeconds(Block(cfg, A100, BF16, n), Counter(self.lengths[:i]))
+                 for i, n in enumerate(self.lengths)]
         self.forward_s, self.backward_s = ([LAYERS * getattr(u, way) for u in units]
                                            for way in ("forward_s", "backward_s"))
 
