@@ -19,10 +19,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from bench.machine import machine
-from memo.evaluate import set_up_evaluation
+from memo.evaluate import set_up_evaluation, token_losses
 from memo.plots.figures import plain
 from memo.run.loggers import read_metrics
-from memo.run.long_context import token_losses
 from memo.system.launch import connected, read_launch
 
 ROOT = Path(__file__).parents[1]

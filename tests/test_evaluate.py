@@ -16,8 +16,7 @@ from memo import evaluate
 from memo.config.layout import Layout
 from memo.data.batch import open_dataset
 from memo.errors import ConfigError, RunFailed
-from memo.parallel.mesh import ALONE
-from memo.run.long_context import (
+from memo.evaluate import (
     NEEDLE,
     VALUE,
     Questions,
@@ -32,6 +31,7 @@ from memo.run.long_context import (
     token_scores,
     usual_tokens,
 )
+from memo.parallel.mesh import ALONE
 from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.command import run
@@ -253,7 +253,7 @@ def measured(host, folder, cfg):
 
     def right(i):
         return token_scores(model, windows, torch.ones(1, 160, dtype=torch.bool))[1].numpy()
-    likeliest = over_sequences(model, 1, right)
+    likeliest = over_sequences(model, (1, 160), right)
     model.close()
     return *made, dict(likeliest=likeliest)
 
