@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import replace
 from math import ceil, inf
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from memo.estimate.regions import granting, host_capacity, states
 from memo.memory import slab
 from memo.memory.buffers import copy_bytes
 from memo.memory.placement import Placement
-from memo.run import reserve
+from memo.run import report, reserve
 from memo.run.prepare import machine_of
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
@@ -158,12 +159,13 @@ def test_what_is_said_is_what_was_taken(alpha):
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())
     assert sum(line.host_bytes for line in rows) == model.swap.host_bytes == model.swap.slab.bytes.nbytes
-    text = reserve.memory_table(cfg, d, rows, None)
+    run = SimpleNamespace(cfg=cfg, decision=d, model=model, lines=rows, expected=None, stage_records=[])
+    text = "\n".join(report.memory_table(run))
     assert "2 buffers for 5 layers" in text and "in all" in text
     assert ("others of 3 swapped layers" in text) == (d.alpha > 0)  # as measured rates have it
     assert f"alpha       {d.alpha:.3f}, " in text and (", given: overlap allows" in text) == (alpha != "auto")
     assert "overlap allows" in text and "host allows 1.00" in text
-    plan = json.loads(json.dumps(reserve.plan_record(cfg, d, model, rows, None)))
+    plan = json.loads(json.dumps(report.stage_record(run)))
     assert plan["alpha"] == d.alpha and plan["host_bytes"] == model.swap.host_bytes
     assert plan["alpha_limits"].keys() == {"overlap", "host"} and plan["rates"]["forward_s"] > 0
     model.close()
@@ -187,8 +189,8 @@ def test_a_cpu_keeps_all_layers_where_its_memory_holds_them_in_the_run_and_in_th
         assert d.placement.n_buffers == n and (d.rates is None) == (n == 5)  # nothing need be measured
         if n == 5:
             assert d.alpha is None and (model.swap.device_bytes, model.swap.host_bytes) == (kept, 0)
-            table = reserve.memory_table(cfg, d, lines, None)
-            assert "alpha       none: all layers stay on the device" in table
+            table = report.alpha_and_rates(SimpleNamespace(cfg=cfg, decision=d, expected=None))
+            assert table[0] == "alpha       none: all layers stay on the device"
     model.close()
 
 
@@ -377,8 +379,8 @@ def test_below_alpha_0_the_least_number_of_layers_keeps_only_its_input():
     model, d = decided(CFG, 3 * always - 1)
     assert d.placement.input_only == 1 and d.alpha == 0
     assert model.swap.host_bytes == 2 * always + t["x"].nbytes
-    lines = reserve.where_it_lives(CFG, d, model, Optimizer(model, CFG))
-    assert "1 of 3 swapped layers keep only their input" in reserve.memory_table(CFG, d, lines, None)
+    lines = report.alpha_and_rates(SimpleNamespace(cfg=CFG, decision=d, expected=None))
+    assert lines[1].endswith("1 of 3 swapped layers keep only their input")
     model.close()
 
 

@@ -35,7 +35,7 @@ from memo.memory.slab import available
 from memo.parallel.mesh import Mesh
 from memo.run import reserve
 from memo.run.loggers import ConsoleLogger, JsonlLogger, WandbLogger
-from memo.run.report import furnish
+from memo.run.report import furnish, stage_record
 from memo.run.state import Checked, Decided, Run
 from memo.run.trace_step import trace_step
 from memo.states.optim import Optimizer
@@ -310,12 +310,13 @@ def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, dec
                              first if found.ckpt else None, copies=not cfg.optimizer_on_host,
                              lease=lambda out: run.lock is None or (
                                  out == run.out and is_locked(out, run.lock)))
-    lines = reserve.where_it_lives(cfg, decision, model, optimizer)
-    records = mesh.of_stages(reserve.stage_record(cfg, decision, model, lines)) if cfg.pp > 1 else []
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
-              order=row_order(model.cfg, cfg.block_size, mesh), lines=lines, stage_records=records,
+              order=row_order(model.cfg, cfg.block_size, mesh),
+              lines=reserve.where_it_lives(cfg, decision, model, optimizer),
               peak=peak_flops_per_s(device_name(found.device)) if found.dtype == torch.bfloat16 else None,
               first=first, step=first, done=first)
+    if cfg.pp > 1:
+        run.stage_records = mesh.of_stages(dict(stage=cfg.stage, layers=list(cfg.layers)) | stage_record(run))
     run.loggers = together(mesh.host, lambda: open_loggers(run) if run.speaks else [])
     return run
 

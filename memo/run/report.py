@@ -6,6 +6,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from secrets import token_hex
 from statistics import median
@@ -14,13 +16,17 @@ from tqdm import tqdm
 
 from memo.checkpoint.manifest import CHECKPOINT
 from memo.config.config import KEYS, MODEL_KEYS
-from memo.config.formulas import flops_per_sample, parameters
+from memo.config.formulas import flops_per_sample, parameters, percent
 from memo.config.layer import n_rows
+from memo.config.layout import pipeline_line, subsequences_line
+from memo.config.msp import Help, shares_lines
 from memo.data.tokenizer import encode_text, load_tokenizer
+from memo.decide.alpha import what_set_it
+from memo.decide.where import Rates
+from memo.estimate.report import as_dict
 from memo.huggingface.huggingface import OWN, save_own_files
 from memo.plots.figures import loss_curve, memory_plan, timeline
 from memo.plots.pipeline import pipeline
-from memo.run import reserve
 from memo.run.loggers import JsonlLogger, StepStats, read_metrics
 from memo.run.state import Run
 from memo.schedule.spans import Span, on_one_clock
@@ -40,7 +46,6 @@ def print_first_lines(run: Run) -> None:
     """Prints what the run will do, and where its tensors live."""
     cfg, m, mesh = run.cfg, run.model, run.mesh
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
-    table = reserve.memory_table(cfg, run.decision, run.lines, run.expected)
     train_tokens = len(run.data.tokens["train"])
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     peak = f"{run.peak / 1e12:.0f} TFLOP/s" if run.peak else "n/a"
@@ -57,12 +62,64 @@ def print_first_lines(run: Run) -> None:
           f"{m.buckets[-1][1] / 1e6:.1f}M weights, {n_rows(cfg):,} tokens each\n"
           f"device      {device_name(run.device)}, {str(m.dtype).removeprefix('torch.')}, "
           f"peak {peak}, attention={m.gpt.attention.label}, "
-          f"ops={m.gpt.ops.name}{why_ops}", table, *reserve.stages_table(cfg, run.stage_records),
+          f"ops={m.gpt.ops.name}{why_ops}", *memory_table(run),
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}",
           *(f"rescued     {folder} has what could not be saved in {run.out}; remove it if you need it no more"
             for folder in rescues(run.out)[1]),
           *(f"changed     {both}" for name, both in changed.items() if name not in UNSAID),
           sep="\n", flush=True)
+
+
+def memory_table(run: Run) -> list[str]:
+    """Lists the lines of the startup's table: what lives where, beside what was expected; alpha; rates."""
+    cfg, lines, expected = run.cfg, run.lines, run.expected
+    unit = "GiB, (estimated)" if expected else "GiB"
+    stage = f", stage {cfg.stage}" * (cfg.pp > 1)
+    out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
+           f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
+    for line, behind in zip_longest(lines, lines[1:]):
+        guess = ""
+        if expected and not (behind and behind.region == line.region):  # it is the whole region's
+            guess = f"   ({next(filter(None, expected.bytes_of(line.region)), 0) / 2**30:.3f})"
+        out.append(table_row(line.what, line.device_bytes, line.host_bytes, guess))
+    sums = sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines)
+    return [*out, table_row("in all", *sums), *alpha_and_rates(run), *stages_table(run)]
+
+
+def table_row(what: str, device_bytes: int, host_bytes: int, more: str = "") -> str:
+    device, host = (f"{n / 2**30:.3f}" if n else "" for n in (device_bytes, host_bytes))
+    return f"            {what:32}{device:>9}{host:>9}{more}".rstrip()
+
+
+def alpha_and_rates(run: Run) -> list[str]:
+    """Lists the lines on what set alpha, and on what was measured."""
+    def passes(of: Rates) -> str:
+        return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
+    expected, decision = run.expected, run.decision
+    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
+    lines = [f"alpha       {what_set_it(run.cfg, plan, p)}"] if plan else []
+    if decision.alpha is not None and rates is not None:
+        if p.input_only:
+            lines.append(" " * 12 + f"{p.input_only} of {p.n_swapped} swapped {p.what} keep only their input")
+        lines.append(f"rates       {passes(rates)}; {rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, "
+                     f"{rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
+    if expected and expected.layer:
+        lines.append(f"estimated   {passes(expected.layer)}; a step {expected.seconds['step']:.3g} s, "
+                     f"TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
+    return lines
+
+
+def stages_table(run: Run) -> list[str]:
+    """Lists the lines on each of several stages' first rank."""
+    cfg, records = run.cfg, run.stage_records
+    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
+    for one in records:
+        device, host = (sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes"))
+        what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
+        alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
+        lines.append(table_row(what, device, host, alpha))
+    lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
+    return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])
 
 
 def title(run: Run) -> str:
@@ -118,11 +175,23 @@ def furnish(run: Run, folder: Path) -> None:
     save_plan(run, folder)
 
 
+def stage_record(run: Run) -> dict[str, object]:
+    """Makes what plan.json holds of this rank's stage."""
+    decision, plan, swap = run.decision, run.decision.swap_plan, run.model.swap
+    return dict(alpha=decision.alpha, alpha_limits=plan and plan.limits, binds=plan and plan.binds,
+                placement=decision.placement.as_dict(), device_bytes=swap.device_bytes,
+                host_bytes=swap.host_bytes, host_limit_bytes=decision.host_limit_bytes,
+                rates=decision.rates and decision.rates.as_dict(),
+                regions=[line._asdict() for line in run.lines])
+
+
 def save_plan(run: Run, folder: Path) -> None:
-    record = reserve.plan_record(run.cfg, run.decision, run.model, run.lines, run.expected)
-    if run.stage_records:
-        record["stages"] = run.stage_records
-    save_json(record, folder / "plan.json")
+    """Writes plan.json: what the run uses, from which rates, and what was expected."""
+    cfg, expected = run.cfg, run.expected
+    record = dict(activation=cfg.activation, batch_size=cfg.batch_size, block_size=cfg.block_size,
+                  **stage_record(run), estimate=expected and as_dict(expected),
+                  memory_plans=[asdict(plan) for _, plan in run.model.arena.plans])
+    save_json(record | dict(stages=run.stage_records) if run.stage_records else record, folder / "plan.json")
 
 
 def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:

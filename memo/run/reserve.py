@@ -1,30 +1,16 @@
-"""The memory of a run: where activations and temporary tensors live, and what startup and plan.json say."""
+"""The memory of a run: where activations and temporary tensors live, and what to do where it runs out."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, replace
-from itertools import zip_longest
+from dataclasses import replace
 
 import torch
 
-from memo.config.formulas import percent
-from memo.config.layout import Layout, pipeline_line, subsequences_line
-from memo.config.msp import Help, shares_lines
+from memo.config.layout import Layout
 from memo.decide import where
-from memo.decide.alpha import what_set_it
 from memo.decide.pipeline import shared, with_bubbles
-from memo.decide.where import (
-    Decision,
-    Rates,
-    Room,
-    StageFacts,
-    measured_ends,
-    problem_of,
-    rests,
-    swaps_layers,
-    ways_of,
-)
+from memo.decide.where import Decision, Rates, Room, StageFacts, problem_of, swaps_layers, ways_of
 from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason, warn
 from memo.estimate import regions, report
 from memo.estimate.arena import fast_arena, head_bytes
@@ -102,7 +88,7 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     """Finds the Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for
     one. Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
-    if not (finds or rests(cfg) or cfg.msp):
+    if not (finds or where.rests(cfg) or cfg.msp):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
@@ -148,7 +134,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
             room = gpu_room(cfg, model, rates, limit)
     else:
         host.max(0)  # other stages may measure, and wait for all ranks before they copy
-    facts = StageFacts(cfg, itemsize, rates, room, measured_ends(cfg, rates))
+    facts = StageFacts(cfg, itemsize, rates, room, where.measured_ends(cfg, rates))
     if cfg.pp == 1:
         found = facts.alone()
     else:  # copies also hide where a stage waits for others
@@ -196,24 +182,21 @@ def plan_memory(cfg: Layout, model: Model) -> None:
     if cfg.memory_plan == "off":
         return
 
-    def without(why: object) -> None:
-        print(f"warning: memory_plan={cfg.memory_plan} is not to be had: {why}; training goes on without it",
-              file=sys.stderr)
     host, why = model.mesh.host, None
+    told = f"memory_plan={cfg.memory_plan} is not to be had: {{}}; training goes on without it"
     try:
         arena = Arena(model.device, cfg.solver, guard=cfg.memory_plan_check)
     except Unusable as e:
         why = str(e)
     if whys := [w for w in host.objects(why) if w]:  # on any rank: a rehearsal takes all of them
-        if host.rank == 0:
-            without(whys[0])
+        warn(told.format(whys[0]))
         return
     trace = requests_of_a_step(model, arena)
     try:
         arena.replay(trace)
         model.arena = arena
     except Unusable as e:
-        without(e)
+        print(f"warning: {told.format(e)}", file=sys.stderr)  # of this rank alone
 
 
 def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Optimizer) -> list[Line]:
@@ -229,76 +212,6 @@ def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Opt
             *regions.activation_lines(cfg, decision.placement, model.dtype.itemsize, replicas),
             Line("transient", "arena of temporary tensors", model.arena.stats().arena_bytes),
             Line("positions", "positions", positions)]
-
-
-def memory_table(cfg: Layout, decision: Decision, lines: list[Line], expected: Estimate | None) -> str:
-    """Makes the startup's table: what lives where, `lines`, beside what was `expected`; alpha; rates."""
-    unit = "GiB, (estimated)" if expected else "GiB"
-    stage = f", stage {cfg.stage}" * (cfg.pp > 1)
-    out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
-           f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
-    for line, behind in zip_longest(lines, lines[1:]):
-        guess = ""
-        if expected and not (behind and behind.region == line.region):  # it is the whole region's
-            guess = f"   ({next(filter(None, expected.bytes_of(line.region)), 0) / 2**30:.3f})"
-        out.append(table_row(line.what, line.device_bytes, line.host_bytes, guess))
-    sums = sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines)
-    return "\n".join([*out, table_row("in all", *sums), *alpha_and_rates(cfg, decision, expected)])
-
-
-def table_row(what: str, device_bytes: int, host_bytes: int, more: str = "") -> str:
-    device, host = (f"{n / 2**30:.3f}" if n else "" for n in (device_bytes, host_bytes))
-    return f"            {what:32}{device:>9}{host:>9}{more}".rstrip()
-
-
-def alpha_and_rates(cfg: Layout, decision: Decision, expected: Estimate | None) -> list[str]:
-    """Lists the lines on what set alpha, and on what was measured."""
-    def passes(of: Rates) -> str:
-        return f"a layer's forward {of.forward_s * 1e3:.1f} ms, backward {of.backward_s * 1e3:.1f} ms"
-    plan, rates, p = decision.swap_plan, decision.rates, decision.placement
-    lines = [f"alpha       {what_set_it(cfg, plan, p)}"] if plan else []
-    if decision.alpha is not None and rates is not None:
-        if p.input_only:
-            lines.append(" " * 12 + f"{p.input_only} of {p.n_swapped} swapped {p.what} keep only their input")
-        lines.append(f"rates       {passes(rates)}; {rates.offload_bytes_per_s / 1e9:.1f} GB/s to the host, "
-                     f"{rates.prefetch_bytes_per_s / 1e9:.1f} GB/s back")
-    if expected and expected.layer:
-        lines.append(f"estimated   {passes(expected.layer)}; a step {expected.seconds['step']:.3g} s, "
-                     f"TGS {expected.tgs:,.0f}, MFU {percent(expected.mfu)}")
-    return lines
-
-
-def plan_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line],
-                expected: Estimate | None) -> dict[str, object]:
-    """Makes plan.json: what the run uses, from which rates, and what was expected."""
-    plan = decision.swap_plan
-    return dict(activation=cfg.activation, alpha=decision.alpha, alpha_limits=plan and plan.limits,
-                binds=plan and plan.binds, batch_size=cfg.batch_size, block_size=cfg.block_size,
-                placement=decision.placement.as_dict(), device_bytes=model.swap.device_bytes,
-                host_bytes=model.swap.host_bytes,
-                host_limit_bytes=decision.host_limit_bytes, rates=decision.rates and decision.rates.as_dict(),
-                regions=[line._asdict() for line in lines], estimate=expected and report.as_dict(expected),
-                memory_plans=[asdict(plan) for _, plan in model.arena.plans])
-
-
-def stage_record(cfg: Layout, decision: Decision, model: Model, lines: list[Line]) -> dict[str, object]:
-    """Makes what plan.json holds of each of several stages, from its first rank."""
-    record = plan_record(cfg, decision, model, lines, None)
-    own = ("alpha", "alpha_limits", "binds", "placement", "device_bytes", "host_bytes", "host_limit_bytes",
-           "rates", "regions")
-    return dict(stage=cfg.stage, layers=list(cfg.layers)) | {k: record[k] for k in own}
-
-
-def stages_table(cfg: Layout, records: list[dict]) -> list[str]:
-    """Makes the startup's table of each stage's first rank, from their stage_record()s."""
-    lines = [f"{'stages':44}{'device':>9}{'host':>9}   GiB"] * bool(records)
-    for one in records:
-        device, host = (sum(line[end] for line in one["regions"]) for end in ("device_bytes", "host_bytes"))
-        what = f"{one['stage']}: layers {one['layers'][0]} to {one['layers'][-1]}"
-        alpha = "" if one["alpha"] is None else f"   alpha {one['alpha']:.3f}"
-        lines.append(table_row(what, device, host, alpha))
-    lent = [Help(**piece) for one in records for piece in one["placement"].get("lent", ())]
-    return lines + (shares_lines(lent, cfg.pp, cfg.subsequences) if cfg.msp and records else [])
 
 
 # --- where memory runs out ---

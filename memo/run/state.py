@@ -64,7 +64,6 @@ class Run(Decided):
     optimizer: Optimizer
     decision: Decision
     lines: list[Line]  # what lives where on this rank
-    stage_records: list[dict]  # memory.stage_record() of each of several stages
     saver: Saver
     peak: float | None  # FLOP/s of the GPU, where they are known
     first: int  # the step to begin with
@@ -72,6 +71,7 @@ class Run(Decided):
     done: int  # steps
     whole: bool = True  # whether weights and optimizer are those after `done` steps; False while they change
     loggers: list = field(default_factory=list)
+    stage_records: list[dict] = field(default_factory=list)  # report.stage_record() of each of several stages
     own: dict[str, bytes] = field(default_factory=dict)  # that came with the model: huggingface.own_files()
     failed_saves: int = 0  # in a row
     slowest_s: float = 0.0  # of the steps so far
