@@ -3,41 +3,33 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 --force starts a run that the estimate (python -m memo.estimate) says cannot fit."""
 
 import signal
-from collections.abc import Mapping
-from pathlib import Path
 
-from memo.system.signals import handle
+from memo.system import command
 
 if __name__ == "__main__":
-    handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
+    command.handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import contextlib
 import sys
 
 from memo.checkpoint.manifest import Damaged
 from memo.config.config import Config
-from memo.run.load_config import keys_help, load_config
-from memo.system import command
+from memo.run.load_config import keys_help, read_run
 
 
-def read_argv(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
-    """Reads (Config, is --force given?). --help ends the process. `passed_over`: as in load_config()."""
-    if "--help" in argv or "-h" in argv:
+def read_argv(argv: list[str]) -> None:
+    """Answers what needs no torch: --help, and a key that is wrong."""
+    if {"--help", "-h"} & set(argv):
         command.end_with_reader()
         print(f"{__doc__}\n\n{keys_help()}")
         raise SystemExit
-    return load_config([arg for arg in argv if arg != "--force"], passed_over), "--force" in argv
-
-
-def answer(argv: list[str]) -> None:
-    """Answers what needs no torch: --help, and a key that is wrong."""
     with contextlib.suppress(Damaged):  # prepare_run() passes the damaged checkpoint over
-        read_argv(argv)
+        read_run(argv)
 
 
 if __name__ == "__main__":  # a typo and --help are answered at once: to import torch takes seconds
     command.guard_console()
-    command.answer_early(answer, trains=True)
+    command.answer_early(read_argv, trains=True)
 
 import math
 import time
@@ -62,7 +54,6 @@ from memo.states.passes import Model
 from memo.system.axis import Axis
 from memo.system.device import device_peak_bytes
 from memo.system.launch import Launch, connected, rank_errors, read_launch, together
-from memo.system.signals import StopSignal, interruptible
 from model import GPT, initial_weights
 
 # --- before the first step ---
@@ -70,7 +61,7 @@ from model import GPT, initial_weights
 def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     """Makes a run that is ready for its first step. `host`: the Axis of all ranks. Errors: ConfigError."""
     # all that can be wrong is found before a device is touched; all ranks agree on it
-    decided = prepare_run(argv, launch, host, read_argv)
+    decided = prepare_run(argv, launch, host)
     cfg, device = decided.cfg, decided.device
     # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,
@@ -149,7 +140,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
 
 # --- the loop ---
 
-def train(run: Run, stop: StopSignal) -> None:
+def train(run: Run, stop: command.StopSignal) -> None:
     """Takes all steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
@@ -206,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     ConfigError, TrainingError; Interrupted by a signal while no step is under way."""
     argv = sys.argv[1:] if argv is None else argv
     launch = read_launch()
-    with interruptible(), connected(launch) as host:
+    with command.interruptible(), connected(launch) as host:
         with rank_errors(host):
             run = set_up(argv, launch, host)
         with contextlib.closing(run), rank_errors(host, run.where):

@@ -76,15 +76,14 @@ from memo.plots.figures import loss_by_position, needle_map
 from memo.run.load_config import stored_config
 from memo.run.prepare import check_ranks, check_same_tokenizer
 from memo.run.reserve import explaining
+from memo.run.state import code
 from memo.states.passes import Model
 from memo.states.staging import with_place
 from memo.system.axis import Axis
-from memo.system.command import progress
+from memo.system.command import interruptible, progress
 from memo.system.device import pick_device
 from memo.system.files import JsonObject, save_json
 from memo.system.launch import Launch, connected, rank_errors, read_launch, same_everywhere, together
-from memo.system.origin import code
-from memo.system.signals import interruptible
 from model import GPT
 
 VALUE = 8  # tokens

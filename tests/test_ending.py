@@ -24,10 +24,9 @@ from memo.plots import figures
 from memo.run import ending, report
 from memo.run import prepare as run_module
 from memo.run.loggers import JsonlLogger, StepStats, read_metrics
-from memo.run.state import Run
-from memo.system import command, signals
-from memo.system.out_dir import lock, rescues
-from memo.system.signals import StepGivenUp, StopSignal
+from memo.run.state import Run, lock, rescues
+from memo.system import command
+from memo.system.command import StepGivenUp, StopSignal
 from model import Block
 from tests.helpers import ROOT, argv, losses
 
@@ -57,7 +56,7 @@ def test_a_run_does_not_start_where_its_checkpoints_would_go_elsewhere(dataset, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hangup_is_heard")
 def test_a_second_signal_saves_without_this_step(dataset, tmp_path, monkeypatch, capsys, undisturbed):
-    monkeypatch.setattr(signals, "SAME_S", 0.0)
+    monkeypatch.setattr(command, "SAME_S", 0.0)
     real, calls = Block.backward, []
 
     def twice(block, *args):
@@ -79,11 +78,11 @@ def test_a_second_signal_saves_without_this_step(dataset, tmp_path, monkeypatch,
 @pytest.mark.usefixtures("hangup_is_heard")
 def test_signals_that_come_together_are_one_request(monkeypatch):
     stop = StopSignal(quiet=True, alone=True)
-    with signals.handling(stop), stop.interruptible():
-        for number in signals.SIGNALS:
+    with command.handling(stop), stop.interruptible():
+        for number in command.SIGNALS:
             os.kill(os.getpid(), number)
-        assert stop.number in signals.SIGNALS and stop.requests == 1
-        monkeypatch.setattr(signals, "SAME_S", 0.0)
+        assert stop.number in command.SIGNALS and stop.requests == 1
+        monkeypatch.setattr(command, "SAME_S", 0.0)
         with pytest.raises(StepGivenUp):
             os.kill(os.getpid(), signal.SIGTERM)
     several = StopSignal(quiet=True, alone=False)
@@ -93,13 +92,13 @@ def test_signals_that_come_together_are_one_request(monkeypatch):
     assert several.number == signal.SIGTERM
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS[3:])
+@pytest.mark.parametrize("number", command.SIGNALS[3:])
 def test_any_signal_that_would_end_a_run_saves_it(dataset, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(signals, "SAME_S", 0.0)
+    monkeypatch.setattr(command, "SAME_S", 0.0)
     real = train.forward_backward
 
     def signalled(run, it):
-        for _ in range(1 + 2 * (number in signals.TIMED)):  # these are sent again and again
+        for _ in range(1 + 2 * (number in command.TIMED)):  # these are sent again and again
             if it == 1:
                 os.kill(os.getpid(), number)
         return real(run, it)
@@ -111,7 +110,7 @@ def test_any_signal_that_would_end_a_run_saves_it(dataset, tmp_path, monkeypatch
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals.handling(StopSignal(True, True)):
+        with command.handling(StopSignal(True, True)):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

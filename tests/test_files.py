@@ -10,9 +10,9 @@ import pytest
 from memo.checkpoint.checkpoint import pass_over
 from memo.errors import ConfigError
 from memo.huggingface.huggingface import save_own_files
+from memo.run.state import lock
 from memo.system import files
 from memo.system.files import check_other, keep_json, kept_json, own_folder, replacing, save_bytes
-from memo.system.out_dir import lock
 
 PLANTS = {"a link to a file": lambda path, secret: path.symlink_to(secret),
           "a link to nothing": lambda path, secret: path.symlink_to(secret.with_name("new")),

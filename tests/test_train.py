@@ -22,8 +22,8 @@ from memo.errors import ConfigError, TrainingError
 from memo.memory.slab import HostSlab
 from memo.run.load_config import load_config
 from memo.run.loggers import read_metrics
+from memo.run.state import lock
 from memo.system.command import run
-from memo.system.out_dir import lock
 from model import Block
 from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
 from train import learning_rate

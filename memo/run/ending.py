@@ -12,12 +12,10 @@ from memo.checkpoint.manifest import last_good
 from memo.errors import BadState, CheckpointError, ConfigError, DataError, RunFailed, TrainingError, reason
 from memo.run import report
 from memo.run.reserve import naming_region
-from memo.run.state import Run
+from memo.run.state import Run, rescues
 from memo.run.watch import Watch
-from memo.system.command import progress
+from memo.system.command import StepGivenUp, StopSignal, handling, progress
 from memo.system.launch import of_first, together
-from memo.system.out_dir import rescues
-from memo.system.signals import StepGivenUp, StopSignal, handling
 
 MOST_FAILED_SAVES = 5  # in a row: a run whose work cannot be saved stops
 

@@ -6,7 +6,7 @@ import ast
 import difflib
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field
 from math import isfinite
 from pathlib import Path
@@ -31,26 +31,6 @@ VALUES = "a value is a number, a string, True, False, a key assigned above, or +
 
 # --- a config file ---
 
-def assignments(path: str | Path) -> Iterator[tuple[int, str, Value]]:
-    """Yields (line, name, value) of a config file, in order. Errors: ConfigError, with the line."""
-    known: dict[str, Value] = {}
-    for node in statements(path):
-        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
-            continue  # a docstring
-        names = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
-        if not isinstance(node, ast.Assign) or len(names) < len(node.targets):
-            raise ConfigError(f"{path}:{node.lineno}: a config file holds assignments only, as in n_layer = "
-                              "12")
-        try:
-            value = value_of(node.value, known)
-        except (ConfigError, ArithmeticError, RecursionError) as e:
-            why = "it is nested too deep" if isinstance(e, RecursionError) else reason(e)
-            raise ConfigError(f"{path}:{node.lineno}: {why}") from None
-        for name in names:
-            known[name] = value
-            yield node.lineno, name, value
-
-
 def statements(path: str | Path) -> list[ast.stmt]:
     """Parses a Python file into statements. Errors: ConfigError."""
     try:
@@ -67,7 +47,7 @@ def statements(path: str | Path) -> list[ast.stmt]:
                           "config/") from None
 
 
-def value_of(node: ast.expr, known: dict[str, Value]) -> Value:
+def value_of(node: ast.expr, known: Keys) -> Value:
     """Evaluates an expression's syntax tree. Errors: ConfigError, ArithmeticError, RecursionError."""
     if isinstance(node, ast.Constant):
         return check_bounds(node.value)
@@ -112,16 +92,27 @@ def known_key(name: str, where: str) -> Field:
 
 
 def read_file(path: str) -> Keys:
-    """Reads {key: value} of a config file. Errors: ConfigError: it holds not only known keys."""
-    given = {}
-    for line, name, value in assignments(path):
-        where = f"{path}:{line}"
-        key = known_key(name, where)
-        given[name] = typed(key, value, where)
+    """Reads {key: value} of a config file. Errors: ConfigError, with the line: not only known keys."""
+    assigned, given = Keys(), Keys()  # as they stand there, and in the keys' own types
+    for node in statements(path):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            continue  # a docstring
+        where = f"{path}:{node.lineno}"
+        names = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
+        if not isinstance(node, ast.Assign) or len(names) < len(node.targets):
+            raise ConfigError(f"{where}: a config file holds assignments only, as in n_layer = 12")
         try:
-            check_value(key, given[name])
-        except ConfigError as e:
-            raise ConfigError(f"{where}: {e}") from None
+            value = value_of(node.value, assigned)
+        except (ConfigError, ArithmeticError, RecursionError) as e:
+            why = "it is nested too deep" if isinstance(e, RecursionError) else reason(e)
+            raise ConfigError(f"{where}: {why}") from None
+        for name in names:
+            key = known_key(name, where)
+            assigned[name], given[name] = value, typed(key, value, where)
+            try:
+                check_value(key, given[name])
+            except ConfigError as e:
+                raise ConfigError(f"{where}: {e}") from None
     return given
 
 
@@ -213,6 +204,11 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
 def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
     """Reads argv -> Config: defaults, then load_keys(). `passed_over`: as in manifest.newest()."""
     return Config(**load_keys(argv, passed_over))
+
+
+def read_run(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
+    """Reads what train.py is given -> (Config, whether to --force a start although memory lacks)."""
+    return load_config([arg for arg in argv if arg != "--force"], passed_over), "--force" in argv
 
 
 def keys_help() -> str:

@@ -34,9 +34,10 @@ from memo.layer.row_order import row_order
 from memo.memory.slab import available
 from memo.parallel.mesh import Mesh
 from memo.run import reserve
+from memo.run.load_config import read_run
 from memo.run.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.run.report import furnish, stage_record
-from memo.run.state import Checked, Decided, Run
+from memo.run.state import LOCK, Checked, Decided, Run, check_shared, code, differences, lock
 from memo.run.trace_step import trace_step
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
@@ -47,8 +48,6 @@ from memo.system.device import device_name, gpu_facts, own_bytes, pick_device, s
 from memo.system.files import load_json, own_folder, read_text
 from memo.system.hardware import Machine, peak_flops_per_s
 from memo.system.launch import Launch, of_first, run_name, same_everywhere, together
-from memo.system.origin import code, differences
-from memo.system.out_dir import LOCK, check_shared, is_locked, lock
 
 arena_here = partial(traced_arena, trace=trace_step)
 
@@ -81,10 +80,10 @@ def check_out_dir(out: Path, read: dict[str, str | Path | None], resumes: bool) 
         raise ConfigError(f"{config} is not of a run, and would be replaced; choose another --out_dir")
 
 
-def check_rank(argv: list[str], launch: Launch, read_argv: Callable, passed_over: dict[Path, str]) -> Checked:
-    """Checks all that needs no other rank, before the device is touched; Decided where nothing is left to
-    choose. Errors: ConfigError; Damaged: the checkpoint to resume from, the newest not `passed_over`."""
-    cfg, force = read_argv(argv, passed_over)
+def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) -> Checked:
+    """Checks what needs neither other ranks nor the device. Errors: ConfigError; Damaged: the checkpoint to
+    resume from, the newest not `passed_over`."""
+    cfg, force = read_run(argv, passed_over)
     with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
@@ -118,14 +117,12 @@ def check_rank(argv: list[str], launch: Launch, read_argv: Callable, passed_over
     origin = code() | data.fingerprints | {
         "ranks": launch.world, "device in use": device_name(device), "dtype in use": str(dtype),
         "attention in use": attention.name, "ops in use": ops.name}
-    found = Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
-                    speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
-                    kernels=dict(attention=attention.name, ops=ops.name), origin=origin)
-    if not cfg.undecided:
-        return check_room(found, Layout.of(cfg), launch)
-    least = fewest(cfg, launch.world).of_rank(launch.rank, launch.world)
-    reserve.host_limit(least, launch, dtype.itemsize)  # with more stages some host holds more
-    return found
+    if cfg.undecided:  # with more stages some host holds more
+        least = fewest(cfg, launch.world).of_rank(launch.rank, launch.world)
+        reserve.host_limit(least, launch, dtype.itemsize)
+    return Checked(cfg=cfg, data=data, out=out, ckpt=ckpt, hf=hf, device=device, dtype=dtype,
+                   speaks=launch.rank == 0, one_host=launch.local_world == launch.world, force=force,
+                   kernels=dict(attention=attention.name, ops=ops.name), origin=origin)
 
 
 def machine_of(device: torch.device, launch: Launch) -> Machine:
@@ -163,7 +160,7 @@ def expect(found: Checked, cfg: Layout, launch: Launch, why: str) -> Estimate | 
     return got
 
 
-def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") -> Decided:
+def check_room(found: Checked, layout: Layout, launch: Launch, why: str) -> Decided:
     """Checks that a layout has memory, estimates it on rank 0. `why` its numbers. Errors: ConfigError."""
     cfg, device = layout.of_rank(launch.rank, launch.world), found.device
     if device.type == "cuda":
@@ -179,17 +176,11 @@ def check_room(found: Checked, layout: Layout, launch: Launch, why: str = "") ->
 
 # --- all ranks ---
 
-def take_layout(found: Checked, launch: Launch, host: Axis) -> Decided:
-    """Puts what rank 0 chooses in place of all ranks' auto. Errors: ConfigError."""
-    numbers, why = of_first(host, choose_layout, found, launch)
-    asked = {name: "auto" for name in CHOSEN_KEYS if getattr(found.cfg, name) == "auto"}
-    layout = Layout.of(found.cfg, **numbers)
-    return replace(together(host, check_room, found, layout, launch, why), asked=asked)
-
-
 def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
     """Chooses the CHOSEN_KEYS -> (these, why): the checkpoint's, while they fit, for the losses' bits; else
     the fastest on a machine of this type; where an estimate fails the fewest. Errors: ConfigError."""
+    if not found.cfg.undecided:
+        return {}, ""
     cfg, saved = found.cfg, saved_keys(found.ckpt)
     before, stages = saved_choice(cfg, found.ckpt, launch.world), with_stages(cfg, launch.world)
     chooses = len(stages) > 1 or numbers_of(cfg) != [1] or cfg.states == "auto"
@@ -231,10 +222,10 @@ def saved_choice(cfg: Config, ckpt: checkpoint.Checkpoint | None, world: int) ->
     return Layout.of(cfg, **{name: saved[name] for name in CHOSEN_KEYS})
 
 
-def restarted(argv: list[str], name: str, read_argv: Callable) -> Path | None:
+def restarted(argv: list[str], name: str) -> Path | None:
     """Finds the folder, out_dir or beside it, with a checkpoint of the run `name`, which starts again."""
     with suppress(ConfigError):  # check_rank() tells them
-        out = Path(read_argv(argv)[0].out_dir).absolute()
+        out = Path(read_run(argv)[0].out_dir).absolute()
         for folder in (*out.parent.glob(f"{escape(out.name)}-" + "?" * 8), out):
             with suppress(OSError, ValueError):
                 if latest(folder) and name in read_text(folder / LOCK).splitlines():
@@ -273,21 +264,21 @@ def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str])
     return held
 
 
-def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable) -> Decided:
-    """Checks the run on all ranks, locks out_dir, and sets up torch. `host`: the Axis of all ranks;
-    read_argv(argv, passed_over) -> (Config, whether to start although memory lacks). Errors: ConfigError."""
+def prepare_run(argv: list[str], launch: Launch, host: Axis) -> Decided:
+    """Checks the run on all ranks of `host`, locks out_dir, and sets up torch. Errors: ConfigError."""
     name = of_first(host, run_name)
-    if before := of_first(host, restarted, argv, name, read_argv):
+    if before := of_first(host, restarted, argv, name):
         argv = [*argv, "--init_from=resume", f"--out_dir={before}"]
-    checked, passed_over = check_ranks(host, partial(check_rank, argv, launch, read_argv))
+    checked, passed_over = check_ranks(host, partial(check_rank, argv, launch))
     cfg, device = checked.cfg, checked.device
     here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here)
-    found = checked if isinstance(checked, Decided) else take_layout(checked, launch, host)
+    numbers, why = of_first(host, choose_layout, checked, launch)  # in place of all ranks' auto
+    found = together(host, check_room, checked, Layout.of(cfg, **numbers), launch, why)
+    found.asked = {name: "auto" for name in numbers if getattr(cfg, name) == "auto"}
     # one run at a time writes there, and all its ranks to the same folder
     owner = host.objects(f"{name}\n{uuid4().hex}")[0]
-    held_lock = together(host, lambda: lock_again_checked(found, owner, passed_over)
-                         if found.speaks else None)
+    held = together(host, lambda: lock_again_checked(found, owner, passed_over) if found.speaks else None)
     together(host, check_shared, found.out, owner)
     launch.take(device)
 
@@ -299,7 +290,7 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis, read_argv: Callable
     torch.manual_seed(cfg.seed)
     expected = host.objects(found.expected)[0]
     expected = expected and expected.but(shown=expected.stages[found.cfg.stage])
-    return replace(found, owner=owner, lock=held_lock, expected=expected)
+    return replace(found, owner=owner, lock=held, expected=expected)
 
 
 def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:
@@ -308,8 +299,7 @@ def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, dec
     # an optimizer on the host has no room for a copy: its next step waits for the disk
     saver = checkpoint.Saver(found.out, mesh.host.another(), cfg.pin_memory, cfg.keep_checkpoints,
                              first if found.ckpt else None, copies=not cfg.optimizer_on_host,
-                             lease=lambda out: run.lock is None or (
-                                 out == run.out and is_locked(out, run.lock)))
+                             lease=lambda out: run.lock is None or (out == run.out and run.has_folder))
     run = Run(**vars(found), mesh=mesh, model=model, optimizer=optimizer, decision=decision, saver=saver,
               order=row_order(model.cfg, cfg.block_size, mesh),
               lines=reserve.where_it_lives(cfg, decision, model, optimizer),

@@ -28,13 +28,11 @@ from memo.huggingface.huggingface import OWN, save_own_files
 from memo.plots.figures import loss_curve, memory_plan, timeline
 from memo.plots.pipeline import pipeline
 from memo.run.loggers import JsonlLogger, StepStats, read_metrics
-from memo.run.state import Run
+from memo.run.state import Run, differences, lock, rescues
 from memo.schedule.spans import Span, on_one_clock
 from memo.system.command import python
 from memo.system.device import device_name
 from memo.system.files import save_bytes, save_json
-from memo.system.origin import differences
-from memo.system.out_dir import is_locked, lock, rescues
 
 UNSAID = {"dataset", "out_dir", "init_from", "check_data", "allow_other_data"}  # where they change
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise
@@ -149,7 +147,7 @@ def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) 
 def keep_folder(run: Run) -> bool:
     """Goes on in a new folder beside out_dir where that was removed in mid-run, or is another run's ->
     whether it does. Errors: ConfigError, OSError: there can be none."""
-    if run.lock is not None and is_locked(run.out, run.lock):
+    if run.has_folder:
         return False
     before = run.out.absolute()
     out = before.with_name(f"{before.name}-{token_hex(4)}")
@@ -259,7 +257,7 @@ def print_last_lines(run: Run, number: int) -> None:
     if val:
         print(f"validation loss {val[0]:.3f} -> {val[-1]:.3f}, {val[-1] / math.log(cfg.vocab_size):.0%} of "
               "ln V")
-    if run.lock and not is_locked(run.out, run.lock):
+    if not run.has_folder:
         print(f"done: {run.done} steps, which were saved; since then out_dir={run.out} was removed, or taken "
               "by another run")
         return

@@ -1,27 +1,38 @@
-"""What a run holds: what was asked (Checked), how it is laid out (Decided), what it trains with (Run)."""
+"""What a run holds: what was asked (Checked), how it is laid out (Decided), what it trains with (Run); its
+folder, which is locked by one run at a time, and the same one for all of its ranks; its origin."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import errno
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import torch
 
+from memo import __version__
 from memo.checkpoint.checkpoint import Checkpoint, Saver
 from memo.config.config import Config, as_keys
-from memo.config.keys import Keys
+from memo.config.keys import Keys, shown
 from memo.config.layout import Layout
 from memo.data.batch import Data
 from memo.decide.where import Decision
-from memo.errors import reason, warn
+from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
 from memo.layer.row_order import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.files import plain_name
+from memo.system.files import NEW, Json, plain_name, read_text, regular
+
+LOCK = ".lock"
 
 
 @dataclass(kw_only=True)
@@ -39,7 +50,7 @@ class Checked:
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
     kernels: Keys  # keys that name those of the run
-    origin: dict[str, object]  # see memo/system/origin.py
+    origin: dict[str, object]  # what its numbers come from beside its keys: see code()
 
 
 @dataclass(kw_only=True)
@@ -86,6 +97,16 @@ class Run(Decided):
                      gradient_accumulation_steps=self.cfg.micro_batches(self.mesh.dp.size))
         return as_keys(self.cfg) | {name: value for name, value in about.items() if value}
 
+    @property
+    def has_folder(self) -> bool:
+        """Says whether `out` still has this run's lock. A disk that does not answer has not lost it."""
+        try:
+            return not self.lock or os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.out / LOCK))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
     def where(self) -> str:
         """Says how far this rank is, for an error."""
         return f", stage {self.cfg.stage}" * (self.cfg.pp > 1) + f", step {self.step}"
@@ -109,3 +130,75 @@ class Run(Decided):
                 stack.callback(self.lock.close)
             for part in (self.mesh, self.model.arena, self.model, self.saver):
                 stack.callback(part.close)
+
+
+# --- its folder ---
+
+def lock(out: Path, owner: str) -> IO:
+    """Makes and locks `out`, so that two runs never write there at once -> the lock, which says `owner`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = open(os.open(out / LOCK, flags, 0o666), "r+")  # noqa: SIM115  until the process ends
+        if regular(os.fstat(file.fileno())).st_nlink > 1:  # another name of a file that is not the run's
+            raise OSError(errno.EMLINK, "its .lock has other names too, remove it")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out_dir={out} is in use by another run; wait for it or choose another "
+                              "--out_dir") from None
+        except OSError as e:  # some network file systems know no locks
+            warn(f"out_dir={out} cannot be locked ({e.strerror}); see that no other run uses it")
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), owner.encode())
+    except OSError as e:
+        raise ConfigError(f"out_dir={out} cannot be written ({e.strerror}); "
+                          f"{elsewhere(e, '--out_dir')}") from None
+    for left in out.glob(f"{NEW}*"):  # by a run that was killed
+        with suppress(OSError):
+            left.unlink()
+    return file
+
+
+def rescues(out: Path) -> tuple[str, list[Path]]:
+    """Finds (how the names begin, the folders, newest first) of what could not be saved in `out`."""
+    start, folders = f"memo-saved-{zlib.crc32(os.fsencode(out.absolute())):08x}-", []
+    with suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{start}*"):
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and not (folder / LOCK).exists():
+                folders.append((status.st_mtime_ns, folder))
+    return start, [folder for _, folder in sorted(folders, reverse=True)]
+
+
+def check_shared(out: Path, owner: str) -> None:
+    """Raises ConfigError where `out` is another folder here than the one that rank 0 locked for `owner`."""
+    for _ in range(20):
+        with suppress(OSError, ValueError):
+            if read_text(out / LOCK) == owner:
+                return
+        time.sleep(0.5)  # a network file system may show it late
+    raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts "
+                      "share")
+
+
+# --- its origin: the same on all ranks; a checkpoint keeps it, a run that resumes says what has changed ---
+
+def code() -> dict[str, str]:
+    """Names this process's code: memo's version, 16 digits of the sha256 of its files, torch's version."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py")
+    for path in sorted(path for name in names for path in root.glob(name)):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return {"memo": f"{__version__}, sources {digest.hexdigest()[:16]}", "torch": torch.__version__}
+
+
+def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
+    """Finds {name: both values} of what differs from what it `was`; older data has half a fingerprint."""
+    changed = {}
+    for name, value in now.items():
+        before = was.get(name, value)
+        half = name.endswith(" data") and 16 in (len(value), len(str(before)))
+        if (value[:16] != str(before)[:16]) if half else value != before:
+            changed[name] = f"{name}={shown(value)}, was {shown(before)}"
+    return changed

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from memo.errors import ConfigError, DataError, TrainingError, last_line
 from memo.system.axis import FOREVER, Axis, T
-from memo.system.command import progress
-from memo.system.signals import Interrupted
+from memo.system.command import Interrupted, progress
 
 CONNECT_S = 600  # for a first message
 LOST_S, BEAT_S = 600, 30  # a rank that says nothing for LOST_S is lost; it says something every BEAT_S
