@@ -17,10 +17,9 @@ def read_argv(argv: list[str]) -> Namespace:
                        description="Models of Hugging Face <-> memo checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for command, source, target, text in (
-            ("from-hf", "hf_folder", "out_dir",
-             "a local model in safetensors -> a checkpoint to resume from"),
-            ("to-hf", "out_dir", "hf_folder",
-             "a checkpoint -> a folder that transformers loads")):
+        ("from-hf", "hf_folder", "out_dir", "a local model in safetensors -> a checkpoint to resume from"),
+        ("to-hf", "out_dir", "hf_folder", "a checkpoint -> a folder that transformers loads"),
+    ):
         sub = commands.add_parser(command, help=text, description=text)
         sub.option(source, help="from where", least=1)
         sub.option(target, help="where to", least=1)

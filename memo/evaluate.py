@@ -54,7 +54,7 @@ def read_argv(argv: list[str]) -> Namespace:
 if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_early(read_argv)
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -271,22 +271,6 @@ def default_lengths(args: Namespace, trained: Config) -> list[int]:
     return sorted(n for n in parts if n >= LEAST_LENGTH) or [-(-LEAST_LENGTH // unit) * unit]
 
 
-def check_lengths(lengths: list[int], cfg: Config, data: Data) -> None:
-    """Raises ConfigError where the layout, the model or the data do not take a length."""
-    n, unit = lengths[0], cfg.block_multiple
-    if n < LEAST_LENGTH:
-        raise ConfigError(f"lengths={n} must be at least {LEAST_LENGTH} (needle and query take half of that)")
-    if n := next((n for n in lengths if n % unit), 0):
-        raise ConfigError(f"lengths={n} % ({block_rule(cfg)[0]})={unit} != 0 (the tokens are shared out); "
-                          f"try {-(-n // unit) * unit}")
-    if cfg.position == "learned" and lengths[-1] > cfg.block_size:
-        raise ConfigError(f"lengths={lengths[-1]} must be at most block_size={cfg.block_size}, the positions "
-                          "that the model has learned; give shorter ones")
-    if lengths[-1] + 1 > (n := len(data.tokens["val"])):
-        raise ConfigError(f"lengths={lengths[-1]} + 1 must be <= {n}, the tokens of "
-                          f"{data.folder / 'val'}.bin; give shorter ones, or a --dataset with more text")
-
-
 def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, str]) -> Evaluation:
     """Checks all that can be wrong before the device is touched. Errors: ConfigError; Damaged."""
     args = read_argv(argv)
@@ -303,8 +287,19 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     cfg = Config(**keys | dict(block_size=S, dataset=args.dataset or trained.dataset))
     degrees(cfg, launch.world)
     data = open_dataset(cfg.dataset, 1)
-    check_lengths(lengths, cfg, data)
-    check_reach(Path(args.out_dir) / OWN, lengths[-1], "--lengths")
+    n, longest, part = lengths[0], lengths[-1], cfg.block_multiple
+    if n < LEAST_LENGTH:
+        raise ConfigError(f"lengths={n} must be at least {LEAST_LENGTH} (needle and query take half of that)")
+    if n := next((n for n in lengths if n % part), 0):
+        raise ConfigError(f"lengths={n} % ({block_rule(cfg)[0]})={part} != 0 (the tokens are shared out); "
+                          f"try {-(-n // part) * part}")
+    if cfg.position == "learned" and longest > cfg.block_size:
+        raise ConfigError(f"lengths={longest} must be at most block_size={cfg.block_size}, the positions "
+                          "that the model has learned; give shorter ones")
+    if longest + 1 > (n := len(data.tokens["val"])):
+        raise ConfigError(f"lengths={longest} + 1 must be <= {n}, the tokens of {data.folder / 'val'}.bin; "
+                          "give shorter ones, or a --dataset with more text")
+    check_reach(Path(args.out_dir) / OWN, longest, "--lengths")
     if not NEEDLE <= data.vocab_size <= cfg.vocab_size:
         raise ConfigError(f"dataset={cfg.dataset}: vocab_size={data.vocab_size} must be at least {NEEDLE} "
                           f"(a needle's tokens differ) and at most {cfg.vocab_size}, the model's; give a "
@@ -350,33 +345,24 @@ def answers(evaluation: Evaluation, model: Model, speaks: bool) -> dict:
                 dtype=str(model.dtype).removeprefix("torch."), loss_by_position=losses, needles=needles)
 
 
-def loss_lines(losses: dict) -> Iterator[str]:
-    """Yields the table of the losses by position."""
+def tell_answers(evaluation: Evaluation, result: dict) -> None:
+    """Prints the tables of losses, and of needles at depths and lengths; writes evaluate.json, pictures."""
+    losses, needles, out = result["loss_by_position"], result["needles"], Path(evaluation.args.out_dir)
     cut = losses.get("cut_length")
-    yield f"{'position':>25}{'loss':>10}" + (f"{f'seen {cut:,}':>18}{'gain':>10}" if cut else "")
+    print(f"{'position':>25}{'loss':>10}" + (f"{f'seen {cut:,}':>18}{'gain':>10}" if cut else ""))
     for i, (start, end) in enumerate(zip(losses["start"], losses["end"], strict=True)):
         line = f"{start:>11,} to {end:>10,}{losses['loss'][i]:>10.4f}"
-        yield line + (f"{losses['cut_loss'][i]:>18.4f}{losses['gain'][i]:>10.4f}" if cut else "")
+        print(line + (f"{losses['cut_loss'][i]:>18.4f}{losses['gain'][i]:>10.4f}" if cut else ""))
     if cut:
         error = losses["gain_beyond_cut_error"]
-        yield (f"tokens at {cut:,} and beyond gain {losses['gain_beyond_cut']:.4f}"
-               f"{'' if error is None else f' +- {error:.4f}'} nats each by a context of more than {cut:,}")
-
-
-def needle_lines(needles: dict) -> Iterator[str]:
-    """Yields the table of the needles: depth against length."""
-    yield f"{'needle at':>12}" + "".join(f"{n:>20,}" for n in needles["lengths"])
+        print(f"tokens at {cut:,} and beyond gain {losses['gain_beyond_cut']:.4f}"
+              f"{'' if error is None else f' +- {error:.4f}'} nats each by a context of more than {cut:,}")
+    print(f"\n{'needle at':>12}" + "".join(f"{n:>20,}" for n in needles["lengths"]))
     for depth, score, gain in zip(needles["depths"], needles["score"], needles["gain"], strict=True):
         cells = (f"{f'{s:.0%} {g:+.2f} nats':>20}" for s, g in zip(score, gain, strict=True))
-        yield f"{depth:>12.0%}" + "".join(cells)
-    yield (f"needles: {needles['mean_score']:.1%} of the values' tokens are found; a needle adds "
-           f"{needles['mean_gain']:.2f} nats to their log-probability")
-
-
-def tell_answers(evaluation: Evaluation, result: dict) -> None:
-    """Prints the answers, and writes evaluate.json and the pictures."""
-    losses, needles, out = result["loss_by_position"], result["needles"], Path(evaluation.args.out_dir)
-    print("\n".join((*loss_lines(losses), "", *needle_lines(needles))))
+        print(f"{depth:>12.0%}" + "".join(cells))
+    print(f"needles: {needles['mean_score']:.1%} of the values' tokens are found; a needle adds "
+          f"{needles['mean_gain']:.2f} nats to their log-probability")
     save_json(result, out / "evaluate.json")
     title = f"{out.name}, step {result['iter']:,}, {evaluation.questions.data.folder.name}"
     loss_by_position(losses, result["trained_length"], out / "loss_by_position.png", title)

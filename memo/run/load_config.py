@@ -21,7 +21,6 @@ from memo.huggingface.huggingface import OWN, check_reach, model_keys
 from memo.system.files import read_text
 
 MOST_CONFIG_CHARS = 2**16  # of a config file
-MOST_STRING = 2**12        # characters: the longest path
 MOST_INT = 2**63           # integers are below it
 ARITHMETIC: dict[type, Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -48,36 +47,30 @@ def statements(path: str | Path) -> list[ast.stmt]:
 
 
 def value_of(node: ast.expr, known: Keys) -> Value:
-    """Evaluates an expression's syntax tree. Errors: ConfigError, ArithmeticError, RecursionError."""
-    if isinstance(node, ast.Constant):
-        return check_bounds(node.value)
+    """Evaluates a syntax tree, within bounds. Errors: ConfigError, ArithmeticError, RecursionError."""
+    value: object = None
     if isinstance(node, ast.Name):
         if node.id not in known:
             raise ConfigError(f"{node.id!r} is not assigned above; {VALUES}")
         return known[node.id]
-    if not isinstance(node, ast.UnaryOp | ast.BinOp) or type(node.op) not in ARITHMETIC:
-        raise ConfigError(VALUES)
-    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
-    values = [value_of(operand, known) for operand in operands]
-    if any(type(value) not in (int, float) for value in values):
-        raise ConfigError(f"+ - * / // ** take numbers; {VALUES}")
-    match node.op, values:
-        case ast.Pow(), [int(base), int(exponent)]:
-            if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # not computed: 9**9**9
-                raise ConfigError(f"{base}**{exponent} must be below 2**63")
-    return check_bounds(ARITHMETIC[type(node.op)](*values))
-
-
-def check_bounds(value: object) -> Value:
-    """Checks that `value` is an int, float, str or bool within bounds -> `value`. Errors: ConfigError."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+    elif isinstance(node, ast.UnaryOp | ast.BinOp) and type(node.op) in ARITHMETIC:
+        operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        values = [value_of(operand, known) for operand in operands]
+        if any(type(value) not in (int, float) for value in values):
+            raise ConfigError(f"+ - * / // ** take numbers; {VALUES}")
+        match node.op, values:
+            case ast.Pow(), [int(base), int(exponent)]:
+                if (abs(base).bit_length() - 1) * exponent >= MOST_INT.bit_length():  # not computed: 9**9**9
+                    raise ConfigError(f"{base}**{exponent} must be below 2**63")
+        value = ARITHMETIC[type(node.op)](*values)
     if not isinstance(value, (int, float, str)):
         raise ConfigError(VALUES)
     if type(value) is int and not -MOST_INT < value < MOST_INT:
         raise ConfigError("a whole number must be below 2**63")
     if type(value) is float and not isfinite(value):
         raise ConfigError("a number must be finite")
-    if type(value) is str and (len(value) > MOST_STRING or not value.isprintable()):
-        raise ConfigError(f"a string must be at most {MOST_STRING} characters, all of them printable")
     return value
 
 

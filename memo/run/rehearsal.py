@@ -110,8 +110,12 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
     if name == "memo::attention_backward":
         kernel, q, k = args[0], args[1].shape, args[2].shape
     elif "scaled_dot_product" in name and "for_cpu" in name:
-        q, k = args[1:3] if backward else args[:2]
-        return [cpu_workspace_bytes(q, k, threads, backward)]
+        query, key = args[1:3] if backward else args[:2]  # (B, H, T, D)
+        T, D, keys = query.shape[2], query.shape[3], min(512, key.shape[2])
+        queries = 256 if T >= 768 else 64 if T >= 192 else 32
+        scores = queries * keys * (4 + 2 * (query.element_size() == 2))
+        return [threads * 2 * scores + 4 * queries if backward else
+                threads * (scores + (2 + D) * queries * 4)]
     elif "scaled_dot_product" in name and backward:
         kernel, (q, k) = "cudnn" if "cudnn" in name else "flash", (t.transpose(1, 2).shape for t in args[1:3])
         if kernel == "flash":
@@ -119,13 +123,6 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
     else:
         return []
     return copies + workspaces(kernel, q, k, deterministic, multiprocessors)
-
-
-def cpu_workspace_bytes(q: torch.Tensor, k: torch.Tensor, threads: int, backward: bool) -> int:
-    T, D, keys = q.shape[2], q.shape[3], min(512, k.shape[2])  # (B, H, T, D)
-    queries = 256 if T >= 768 else 64 if T >= 192 else 32
-    scores = queries * keys * (4 + 2 * (q.element_size() == 2))
-    return threads * 2 * scores + 4 * queries if backward else threads * (scores + (2 + D) * queries * 4)
 
 
 class FakeArena(TorchDispatchMode):

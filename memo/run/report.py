@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from secrets import token_hex
 from statistics import median
@@ -75,9 +74,10 @@ def memory_table(run: Run) -> list[str]:
     stage = f", stage {cfg.stage}" * (cfg.pp > 1)
     out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
            f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
-    for line, behind in zip_longest(lines, lines[1:]):
+    last = {line.region: line for line in lines}  # beside which stands the estimate of the whole region
+    for line in lines:
         guess = ""
-        if expected and not (behind and behind.region == line.region):  # it is the whole region's
+        if expected and line is last[line.region]:
             guess = f"   ({next(filter(None, expected.bytes_of(line.region)), 0) / 2**30:.3f})"
         out.append(table_row(line.what, line.device_bytes, line.host_bytes, guess))
     sums = sum(line.device_bytes for line in lines), sum(line.host_bytes for line in lines)
@@ -126,7 +126,7 @@ def title(run: Run) -> str:
 
 
 def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) -> None:
-    """Tells all of a step; no failure ends the run. `replanned`: whether the memory plan is new."""
+    """Tells all of a step, and draws one of them; no failure ends the run. `replanned`: is its plan new?"""
     cfg, it = run.cfg, stats.iter
     drawn = it == min(run.first + 2, cfg.max_iters - 1)  # the third step of this process
     stage_spans = run.mesh.of_stages(spans) if drawn and cfg.pp > 1 else []
@@ -136,7 +136,14 @@ def report_step(run: Run, stats: StepStats, spans: list[Span], replanned: bool) 
     if replanned:
         run.attempt("plan.json", save_plan, run, run.out)
     if drawn:
-        draw_step(run, spans, stage_spans, it)
+        name, plans = f"step {it}, {title(run)}", run.model.arena.plans
+        draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
+                                                                name + ", stage 0" * bool(stage_spans)))
+        if stage_spans:
+            draw_picture(run, "pipeline.png", lambda path: pipeline(
+                on_one_clock(stage_spans), cfg.subsequences, path, name))
+        if plans:
+            draw_picture(run, "memory_plan.png", lambda path: memory_plan(*plans[0], path, title(run)))
     if it % cfg.log_interval == 0 or stats.val_loss is not None or it == cfg.max_iters - 1:
         for logger in run.loggers:
             run.attempt(type(logger).__name__, logger.log, stats)
@@ -204,19 +211,6 @@ def draw_picture(run: Run, name: str, work: Callable[[Path], None]) -> None:
 def draw_loss(run: Run) -> None:
     draw_picture(run, "loss.png", lambda path: loss_curve(
         read_metrics(run.out / "metrics.jsonl"), path, title(run), run.cfg.vocab_size))
-
-
-def draw_step(run: Run, spans: list[Span], stage_spans: list[list[Span]], it: int) -> None:
-    """Draws the timeline and memory plan of step `it`, and the pipeline of several stages' `stage_spans`."""
-    name = f"step {it}, {title(run)}"
-    draw_picture(run, "timeline.png", lambda path: timeline(spans, path.with_suffix(".json"), path,
-                                                            name + ", stage 0" * bool(stage_spans)))
-    if stage_spans:
-        draw_picture(run, "pipeline.png", lambda path: pipeline(
-            on_one_clock(stage_spans), run.cfg.subsequences, path, name))
-    if run.model.arena.plans:
-        trace, plan = run.model.arena.plans[0]
-        draw_picture(run, "memory_plan.png", lambda path: memory_plan(trace, plan, path, title(run)))
 
 
 def go_on_with(run: Run, folder: Path) -> str:

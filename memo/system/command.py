@@ -87,14 +87,15 @@ def check_alone(command: str) -> None:
                           "start it without torchrun")
 
 
-def run(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
+def run(main: Callable[[list[str]], object], argv: list[str] | None = None) -> int:
     """Runs main(argv) -> exit code. Users' mistakes, and what last_line() knows, are told in one line."""
     argv = sys.argv[1:] if argv is None else argv
     handle(signal.SIGINT, signal.default_int_handler)  # answer_early() had others
     handle(signal.SIGTERM, signal.SIG_DFL)
     sys.excepthook = sys.__excepthook__
     try:
-        return main(argv) or 0
+        code = main(argv)
+        return code if isinstance(code, int) else 0
     except (ConfigError, OSError) as e:
         text = str(e)
         if isinstance(e, OSError) and e.filename and e.strerror:
@@ -116,10 +117,8 @@ def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> N
         end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    def only_read(argv: list[str]) -> None:
-        read(argv)
     reads = os.environ.get("WORLD_SIZE", "1") == "1" or {"--help", "-h"} & set(sys.argv)
-    if reads and (code := run(only_read)):
+    if reads and (code := run(read)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
         handle(number, lambda number, frame: os._exit(128 + number))
