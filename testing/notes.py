@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from memo.config.layout import communicators
 from memo.parallel.mesh import Mesh, lines_of, mesh_of_axes
-from memo.system.axis import Axis, Work
+from memo.system.axis import Axis
 
 
 class Communicator(NamedTuple):
@@ -73,7 +75,7 @@ class NotedAxis(Axis):
 
     notes: Notes
 
-    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
+    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[dist.Work]:
         """Notes a message of so many bytes. `kind`, `ends`: see Notes.post()."""
         return [self.notes.post(kind, nbytes, **ends)] if nbytes else ()
 

@@ -194,14 +194,15 @@ def load_keys(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Keys:
     return keys
 
 
-def load_config(argv: list[str], passed_over: Mapping[Path, str] = {}) -> Config:
-    """Reads argv -> Config: defaults, then load_keys(). `passed_over`: as in manifest.newest()."""
-    return Config(**load_keys(argv, passed_over))
+def load_config(argv: list[str]) -> Config:
+    """Reads argv -> Config: defaults, then load_keys()."""
+    return Config(**load_keys(argv))
 
 
 def read_run(argv: list[str], passed_over: Mapping[Path, str] = {}) -> tuple[Config, bool]:
-    """Reads what train.py is given -> (Config, whether to --force a start although memory lacks)."""
-    return load_config([arg for arg in argv if arg != "--force"], passed_over), "--force" in argv
+    """Reads what train.py is given -> (Config, whether to --force a start although memory lacks).
+    `passed_over`: as in manifest.newest()."""
+    return Config(**load_keys([arg for arg in argv if arg != "--force"], passed_over)), "--force" in argv
 
 
 def keys_help() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,17 +38,11 @@ def come(line: str, kind: str) -> None:
         CAME[line] = next(NUMBERS[line]), kind
 
 
-class Work(Protocol):
-    """Names what Works needs of a message, for example one of torch.distributed's."""
-
-    def wait(self) -> object: ...
-
-
 class Works(Generic[T]):
     """Holds messages under way. wait() holds up the device's stream (on CUDA not the host) and gives
     `received`. The tensors must stay until then, and so must the Works."""
 
-    def __init__(self, works: Sequence[Work | Future[list[object]]], sent: object, received: T) -> None:
+    def __init__(self, works: Sequence[dist.Work | Future[list[object]]], sent: object, received: T) -> None:
         self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> T:
@@ -76,8 +70,8 @@ def borrowed(t: torch.Tensor) -> torch.Tensor:
 CALLER = ThreadPoolExecutor(1, "memo gloo")
 
 
-def start_collective(call: Callable[..., Work], received: torch.Tensor, sent: torch.Tensor,
-                     group: dist.ProcessGroup) -> Work:
+def start_collective(call: Callable[..., dist.Work], received: torch.Tensor, sent: torch.Tensor,
+                     group: dist.ProcessGroup) -> dist.Work:
     """Starts call(received, sent), a collective of torch.distributed."""
     start = partial(call, borrowed(received), borrowed(sent), group=group, async_op=True)
     return CALLER.submit(start).result() if sent.is_cpu else start()
@@ -99,7 +93,7 @@ class Axis:
     sender: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "memo shift"),
                                        compare=False, repr=False)
 
-    def start(self, kind: str, sent_bytes: int, call: Callable[..., Work], received: torch.Tensor,
+    def start(self, kind: str, sent_bytes: int, call: Callable[..., dist.Work], received: torch.Tensor,
               sent: torch.Tensor, **ends: int) -> Works[torch.Tensor]:
         """Starts call(received, sent). `kind`, `ends`: see noted()."""
         self.sent_bytes += sent_bytes
@@ -110,7 +104,7 @@ class Axis:
             works = [start_collective(call, received, sent, self.group)] if sent.nbytes else ()
         return Works(works, sent, received)
 
-    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[Work]:
+    def noted(self, kind: str, nbytes: int, **ends: int) -> Sequence[dist.Work]:
         """Stands for the works of a message that nobody sends: see testing/notes.py."""
         return ()
 
@@ -184,7 +178,7 @@ class Axis:
         return Works(self.post("receive", (), out, source=1 - self.rank), out, out)
 
     def post(self, kind: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor],
-             **ends: int) -> Sequence[Work | Future[list[object]]]:
+             **ends: int) -> Sequence[dist.Work | Future[list[object]]]:
         """Starts to send and receive tensors; `ends`: the ranks `to` and `source`."""
         self.sent_bytes += sum(t.nbytes for t in sent)
         if self.group is None:

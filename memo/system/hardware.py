@@ -187,8 +187,7 @@ class Speeds:
         for (a, slow), (b, fast) in pairwise(points):
             if size < b:
                 part = max(0.0, math.log(size / a) / math.log(b / a))
-                between: float = slow ** (1 - part) * fast**part
-                return between
+                return float(slow ** (1 - part) * fast**part)
         return points[-1][1]
 
     def seconds(self, op: str, amount: float, size: float = 1) -> float:
