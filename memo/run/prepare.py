@@ -140,11 +140,11 @@ def machine_of(device: torch.device, launch: Launch) -> Machine:
     return replace(found, node=node, threads=threads, memory_bytes=own_bytes(device), **gpu_facts(device))
 
 
-def expect(found: Checked, cfg: Layout, launch: Launch, why: str) -> Estimate | None:
+def expect(found: Decided, launch: Launch, why: str) -> Estimate | None:
     """Estimates this run, or warns that it cannot. `why`: of its layout. Errors: ConfigError: no room."""
+    cfg = replace(found.cfg, **found.kernels)
     try:
-        machine = machine_of(found.device, launch)
-        got = estimate(replace(cfg, **found.kernels), machine, launch.world, arena_here).but(chosen=why)
+        got = estimate(cfg, machine_of(found.device, launch), launch.world, arena_here).but(chosen=why)
         _ = got.seconds  # what fails, fails here
         lacks = not (got.fits or got.only_tight or found.force)
         others = [text.replace("--gpus=", "ranks=") for text, _ in remedies(got)] if lacks else []
@@ -160,8 +160,8 @@ def expect(found: Checked, cfg: Layout, launch: Launch, why: str) -> Estimate | 
     return got
 
 
-def check_room(found: Checked, layout: Layout, launch: Launch, why: str) -> Decided:
-    """Checks that a layout has memory, estimates it on rank 0. `why` its numbers. Errors: ConfigError."""
+def check_room(found: Checked, layout: Layout, launch: Launch) -> Decided:
+    """Checks that a layout has memory. Errors: ConfigError."""
     cfg, device = layout.of_rank(launch.rank, launch.world), found.device
     if device.type == "cuda":
         check_streams(cfg, launch.world)
@@ -170,8 +170,7 @@ def check_room(found: Checked, layout: Layout, launch: Launch, why: str) -> Deci
     if found.speaks and cfg.states == "sharded" and launch.world == cfg.tp:
         warn("states=sharded has one replica here, so nobody shares its states; states=host takes less of "
              "the device")
-    expected = expect(found, cfg, launch, why) if found.speaks else None
-    return Decided(**vars(found) | dict(cfg=cfg, host_limit_bytes=limit, expected=expected))
+    return Decided(**vars(found) | dict(cfg=cfg, host_limit_bytes=limit))
 
 
 # --- all ranks ---
@@ -252,9 +251,9 @@ def check_ranks(host: Axis, check: Callable[[dict[Path, str]], T]) -> tuple[T, d
         passed_over |= dict(everywhere[:1])
 
 
-def lock_again_checked(found: Checked, owner: str, passed_over: dict[Path, str]) -> IO:
+def lock_again_checked(found: Decided, passed_over: dict[Path, str]) -> IO:
     """Locks out_dir. Errors: ConfigError: also where another run has come and gone since it was checked."""
-    held = lock(found.out, owner)
+    held = lock(found.out, found.owner)
     there = next((folder for folder in checkpoints(found.out) if folder not in passed_over), None)
     wanted = found.ckpt and found.ckpt.path
     if there != wanted:
@@ -274,23 +273,20 @@ def prepare_run(argv: list[str], launch: Launch, host: Axis) -> Decided:
     here = checked.origin | {"device in use": device.type, "checkpoint": checked.ckpt and checked.ckpt.iter}
     same_everywhere(host, as_keys(cfg) | here)
     numbers, why = of_first(host, choose_layout, checked, launch)  # in place of all ranks' auto
-    found = together(host, check_room, checked, Layout.of(cfg, **numbers), launch, why)
+    found = together(host, check_room, checked, Layout.of(cfg, **numbers), launch)
     found.asked = {name: "auto" for name in numbers if getattr(cfg, name) == "auto"}
+    if expected := of_first(host, expect, found, launch, why):
+        found.expected = expected.but(shown=expected.stages[found.cfg.stage])
     # one run at a time writes there, and all its ranks to the same folder
-    owner = host.objects(f"{name}\n{uuid4().hex}")[0]
-    held = together(host, lambda: lock_again_checked(found, owner, passed_over) if found.speaks else None)
-    together(host, check_shared, found.out, owner)
+    found.owner = host.objects(f"{name}\n{uuid4().hex}")[0]
+    found.lock = together(host, lambda: lock_again_checked(found, passed_over) if found.speaks else None)
+    together(host, check_shared, found.out, found.owner)
     launch.take(device)
-
-    def set_aside() -> None:  # so that the run can write others in their place
-        for folder, why in passed_over.items():
-            warn(f"checkpoint passed over: {why}")
-            checkpoint.pass_over(folder)
-    of_first(host, set_aside)  # nothing is left to check
+    for folder, why in passed_over.items():  # nothing is left to check: the run writes others in their place
+        warn(f"checkpoint passed over: {why}")
+        of_first(host, checkpoint.pass_over, folder)
     torch.manual_seed(cfg.seed)
-    expected = host.objects(found.expected)[0]
-    expected = expected and expected.but(shown=expected.stages[found.cfg.stage])
-    return replace(found, owner=owner, lock=held, expected=expected)
+    return found
 
 
 def open_run(found: Decided, mesh: Mesh, model: Model, optimizer: Optimizer, decision: Decision) -> Run:

@@ -59,7 +59,7 @@ class Decided(Checked):
 
     cfg: Layout
     host_limit_bytes: int  # this rank's share of the host, for swapped activations
-    expected: Estimate | None
+    expected: Estimate | None = None
     asked: Keys = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
