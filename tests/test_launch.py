@@ -32,9 +32,10 @@ from memo.errors import ConfigError, TrainingError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.planner.allocator import Arena
+from memo.run import state
 from memo.run.ending import complete
 from memo.run.rehearsal import Rehearsal
-from memo.system import command, out_dir
+from memo.system import command
 from memo.system.launch import Launch, open_store, rank_errors
 from testing.ranks import (
     PROCESSES,
@@ -333,7 +334,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_found_out(dataset, tmp_path):
 
 
 def impatient(host):
-    out_dir.time = SimpleNamespace(sleep=lambda s: None)
+    state.time = SimpleNamespace(sleep=lambda s: None)
 
 
 @pytest.mark.ranks
