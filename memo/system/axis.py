@@ -4,13 +4,11 @@ this rank sends. Sums and gathers take an algorithm of a library; they count as 
 """
 
 import ctypes
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import Generic, TypeVar
 
 import torch
@@ -28,14 +26,13 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # {line of ranks: (number, kind) of the message that this rank has come to last}, the newest behind
 CAME: dict[str, tuple[int, str]] = {}
 WRITTEN = [0]  # writes of checkpoints by this process
-NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(partial(count, 1))
 
 
 def come(line: str, kind: str) -> None:
     """Notes for the Watch of this rank that it has come to a message of a line of ranks; "" is none."""
     if line:
-        CAME.pop(line, None)
-        CAME[line] = next(NUMBERS[line]), kind
+        number, _ = CAME.pop(line, (0, ""))
+        CAME[line] = number + 1, kind
 
 
 class Works(Generic[T]):
