@@ -46,7 +46,7 @@ from memo.system.axis import Axis, T
 from memo.system.command import progress
 from memo.system.device import device_name, gpu_facts, own_bytes, pick_device, set_deterministic
 from memo.system.files import load_json, own_folder, read_text
-from memo.system.hardware import Machine, peak_flops_per_s
+from memo.system.hardware import NODES, Machine, peak_flops_per_s
 from memo.system.launch import Launch, of_first, run_name, same_everywhere, together
 
 arena_here = partial(traced_arena, trace=trace_step)
@@ -129,9 +129,8 @@ def machine_of(device: torch.device, launch: Launch) -> Machine:
     """Finds the Machine of this rank: known figures of its GPU and host, and what --calibrate measured."""
     name, cuda = device_name(device), device.type == "cuda"
     threads = launch.threads or torch.get_num_threads()
-    short = hardware.gpu_named(name) if cuda else None
-    other = Machine(name, hardware.NODES["workstation"], None, None, None)
-    found = hardware.machine(short) if short else other
+    short = hardware.gpu_named(name)  # no CPU is called like one
+    found = hardware.machine(short) if short else Machine(name, NODES["workstation"], None, None, None)
     with suppress(ConfigError):  # nothing is measured
         here = hardware.machine("here", ranks=launch.world)
         if here.name == name if cuda else here.cpu and here.threads == threads:
