@@ -128,10 +128,15 @@ class Axis:
 
     def sum(self, x: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
         """Sums x over all ranks, in place."""
-        if self.size == 1:
-            return x
-        sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
-        return self.start("sum", sent_bytes, lambda t, _, **how: dist.all_reduce(t, op, **how), x, x).wait()
+        if self.size > 1:
+            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+            if self.group is None:
+                for work in self.noted("sum", x.nbytes):
+                    work.wait()
+            elif x.nbytes:
+                come(self.line, "sum")
+                dist.all_reduce(borrowed(x), op, group=self.group)
+        return x
 
     def max(self, *numbers: float) -> Sequence[float]:
         """Finds the largest of all ranks' first numbers, of their second numbers, ..."""
