@@ -1,5 +1,7 @@
 """The 30B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2.
 
+Wants 32 x a800-80gb, 180 GB of host memory a node or more, 1,048,577 tokens of text.
+
 torchrun --nproc_per_node=8 --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/30b_1m.py
 """

@@ -1,5 +1,7 @@
 """The 7B model of the MEMO paper at a context of 1,048,576 tokens. Source: MEMO 5.1, Table 2.
 
+Wants 8 x a800-80gb, 270 GB of host memory a node or more, 1,048,577 tokens of text.
+
 torchrun --nproc_per_node=8 train.py config/7b_1m.py
 """
 dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text

@@ -1,6 +1,8 @@
 """GPT-3's shape (arXiv 2005.14165, table 2.1) at METP's context of 524,288 tokens (FITEE 2400602), with
 rotary positions and without biases.
 
+Wants 64 x a800-80gb, 470 GB of host memory a node or more, 524,289 tokens of text.
+
 torchrun --nproc_per_node=8 --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/gpt_175b.py
 """

@@ -1,6 +1,8 @@
 """Llama 2 70B at a context of 1,048,576 tokens, the LLaMA-70B of METP (FITEE 2400602). Source: its
 config.json.
 
+Wants 64 x h100-80gb, 140 GB of host memory a node or more, 1,048,577 tokens of text.
+
 torchrun --nproc_per_node=8 --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500
          train.py config/llama2_70b_1m.py
 """

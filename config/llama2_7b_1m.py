@@ -1,5 +1,7 @@
 """Llama 2 7B at a context of 1,048,576 tokens, the LLaMA-7B of METP (FITEE 2400602). Source: its config.json.
 
+Wants 8 x a800-80gb, 250 GB of host memory a node or more, 1,048,577 tokens of text.
+
 torchrun --nproc_per_node=8 train.py config/llama2_7b_1m.py
 """
 dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text

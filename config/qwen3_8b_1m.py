@@ -1,6 +1,8 @@
 """Qwen3 8B at a context of 1,048,576 tokens. Source: its config.json. It was trained at 40,960: weights of
 Hugging Face want a larger --rope_theta or a --rope_scaling.
 
+Wants 8 x h100-80gb, 280 GB of host memory a node or more, 1,048,577 tokens of text.
+
 torchrun --nproc_per_node=8 train.py config/qwen3_8b_1m.py
 """
 dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text

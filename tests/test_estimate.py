@@ -527,6 +527,26 @@ def test_search_gives_the_fastest_that_fit():
         search.search(load(["config/7b_1m.py", "--gradient_accumulation_steps=1"]), A800, 7, fast_arena)
 
 
+WANTS = re.compile(r"\nWants (\d+) x (\S+), ([\d,]+) GB of host memory a node or more, "
+                   r"([\d,]+) tokens of text\.\n")
+
+
+@pytest.mark.parametrize("preset", ["7b_1m", "13b_1m", "30b_1m", "65b_1m", "llama2_7b_1m", "llama2_70b_1m",
+                                    "llama3_8b_1m", "qwen3_8b_1m", "gpt_175b", "7b_metp_2m", "7b_sppo_512k",
+                                    "llama3_8b_fp8_1m", "llama3_8b_256k_one_gpu"])
+def test_a_preset_says_what_it_wants_and_can_start_on_the_stdlib(preset):
+    path = f"config/{preset}.py"
+    gpus, gpu, least, tokens = WANTS.search(Path(path).read_text()).groups()
+    cfg, machine = load_config([path]), hardware.machine(gpu, None, int(gpus))
+    for part in 1.0, 0.8:
+        nbytes = part * int(least.replace(",", "")) * 1e9
+        got = search.estimate_or_none(*granting(cfg, machine, int(gpus), nbytes), int(gpus), fast_arena)
+        assert (got is not None and search.judge_room(got).lacking == 0) is (part == 1.0)
+    assert int(tokens.replace(",", "")) == cfg.block_size + 1 < 5.5e6
+    for S in 131072, cfg.block_size:
+        Layout.of(load_config([path, "--dataset=stdlib", f"--block_size={S}"]))
+
+
 def test_what_has_no_room_does_not_fit_and_all_else_does():
     """More than two buffers leave fewer units to the host."""
     cfg = load(["config/llama3_8b_1m.py", "--tp=4", "--cp=2", "--tensor_parallel=metp", "--unit_order=layer",

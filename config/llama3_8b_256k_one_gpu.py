@@ -1,0 +1,32 @@
+"""Llama 3 8B at a context of 262,144 tokens on one GPU of 24 GB, with weights, gradients and optimizer in
+host memory. Source: its config.json. It was trained at 8,192: weights of Hugging Face want a larger
+--rope_theta or a --rope_scaling.
+
+Wants 1 x rtx4090, 200 GB of host memory a node or more, 262,145 tokens of text.
+
+python train.py config/llama3_8b_256k_one_gpu.py
+"""
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
+out_dir = "out/llama3_8b_256k_one_gpu"
+
+n_layer = 32
+n_head = 32
+n_kv_head = 8
+n_embd = 4096
+n_inner = 14336
+block_size = 262144
+vocab_size = 128256
+norm = "rmsnorm"
+norm_eps = 1e-5
+mlp = "swiglu"
+tie_embeddings = False
+rope_theta = 500000.0
+
+states = "host"
+
+max_iters = 1000
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 50
+eval_interval = 0
+save_interval = 50

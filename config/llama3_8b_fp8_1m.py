@@ -1,0 +1,33 @@
+"""Llama 3 8B at a context of 1,048,576 tokens, with the layers' matrix products in FP8. Source: its
+config.json. It was trained at 8,192: weights of Hugging Face want a larger --rope_theta or a --rope_scaling.
+
+Wants 8 x h100-80gb, 240 GB of host memory a node or more, 1,048,577 tokens of text.
+
+torchrun --nproc_per_node=8 train.py config/llama3_8b_fp8_1m.py
+"""
+dataset = "text"  # yours: python data/text/prepare.py --source=... --tokenizer=... --out_dir=data/text
+out_dir = "out/llama3_8b_fp8_1m"
+
+n_layer = 32
+n_head = 32
+n_kv_head = 8
+n_embd = 4096
+n_inner = 14336
+block_size = 1048576
+vocab_size = 128256
+norm = "rmsnorm"
+norm_eps = 1e-5
+mlp = "swiglu"
+tie_embeddings = False
+rope_theta = 500000.0
+
+tp = 2
+cp = 4
+matmul = "fp8"
+
+max_iters = 1000
+learning_rate = 3e-4
+min_lr = 3e-5
+warmup_iters = 50
+eval_interval = 0
+save_interval = 50
