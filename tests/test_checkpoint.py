@@ -746,11 +746,11 @@ def test_a_tensor_is_read_however_it_lies_in_its_shard(tmp_path):
     pieces = [Piece("params.a", (6, 4), (0, 0), a.t()[:2]), Piece("params.a", (6, 4), (2, 0), a.t()[2:]),
               whole("params.b", torch.tensor(7.0)), whole("params.c", torch.arange(300.0)[100:200])]
     write(tmp_path, pieces, 0)
-    reader = checkpoint.load(tmp_path).reader
+    ckpt = checkpoint.load(tmp_path)
     for rows, columns in ((slice(0, 6), slice(0, 4)), (slice(1, 4), slice(1, 3)), (slice(5, 6), slice(0, 1))):
         wanted = a.t()[rows, columns]
         got = torch.full(wanted.shape, -1.0)
-        reader.read([Piece("params.a", (6, 4), (rows.start, columns.start), got)])
+        ckpt.read([Piece("params.a", (6, 4), (rows.start, columns.start), got)])
         assert got.equal(wanted)
     stored = dict(checkpoint.load(tmp_path).tensors("params"))
     assert stored["b"] == 7 and stored["c"].equal(torch.arange(300.0)[100:200])
@@ -759,11 +759,11 @@ def test_a_tensor_is_read_however_it_lies_in_its_shard(tmp_path):
 def test_torch_reads_what_memo_writes(tmp_path):
     _, optimizer = saved(tmp_path)
     mine = checkpoint.load(tmp_path)
-    theirs = {name: torch.empty(shape) for name, shape in mine.reader.shapes.items()}
+    theirs = {name: torch.empty(shape) for name, (shape, _) in mine.stored.items()}
     torch.distributed.checkpoint.load(theirs, checkpoint_id=mine.path, no_dist=True)
     for name, tensor in theirs.items():
         got = torch.empty_like(tensor)
-        mine.reader.read([whole(name, got)])
+        mine.read([whole(name, got)])
         assert got.equal(tensor) and tensor.any()
 
 

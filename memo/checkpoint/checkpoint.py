@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from memo.checkpoint import manifest
 from memo.checkpoint.manifest import CHECKPOINT_JSON, METADATA, Damaged, checkpoints, last_good, latest
-from memo.checkpoint.shards import Reader
+from memo.checkpoint.shards import Tensors, fill, read_index
 from memo.config.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.config.layout import Layout
 from memo.errors import FULL, BadState, CheckpointError, DataError, elsewhere, reason, warn
@@ -263,15 +263,15 @@ class Checkpoint:
     path: Path
     config: dict
     iter: int
-    reader: Reader
+    stored: Tensors
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Lists {name: shape} of the tensors under `prefix`."""
-        return {name: shape for name, shape in self.reader.shapes.items() if name.startswith(f"{prefix}.")}
+        return {name: shape for name, (shape, _) in self.stored.items() if name.startswith(f"{prefix}.")}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Reads a whole tensor, fp32. Errors: as read()."""
-        tensor = torch.empty(self.reader.shapes[name])
+        tensor = torch.empty(self.stored[name][0])
         self.read([whole(name, tensor)])
         return tensor
 
@@ -282,7 +282,7 @@ class Checkpoint:
     def read(self, pieces: list[Piece]) -> None:
         """Fills the `pieces`, in any layout. Errors: CheckpointError: they are not finite; Damaged."""
         try:
-            self.reader.read(pieces)
+            fill(self.path, self.stored, pieces)
         except pickle.UnpicklingError:
             text = f"{self.path} holds something that is no tensor; nothing of it was run"
             raise Damaged(self.path, text) from None
@@ -300,10 +300,10 @@ def load(out_dir: str | Path, rank: int = 0, world: int = 1,
     with progress(lambda: f"checking {path}", rank == 0):
         check_files(path, stored["files"], rank, world)
     try:
-        reader = Reader(path, METADATA, stored["files"])
+        tensors = read_index(path, stored["files"])
     except Exception as e:  # a pickle has many ways to be wrong
         raise Damaged(path, f"{path / METADATA} cannot be read ({reason(e)})") from None
-    return Checkpoint(path, stored["config"], stored["iter"], reader)
+    return Checkpoint(path, stored["config"], stored["iter"], tensors)
 
 
 def check_files(path: Path, files: dict[str, list[int]], rank: int, world: int) -> None:

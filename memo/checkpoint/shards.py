@@ -1,21 +1,22 @@
 """Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which dcp.py writes.
 
 DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
-run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: parse()
+run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: Unpickler
 takes the few opcodes that DCP writes, in time and memory proportional to a file's bytes.
 """
 
+import io
 import pickle
-import pickletools
 from collections import namedtuple
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from struct import unpack, unpack_from
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, ClassVar, TypeVar
 
 import torch
 
+from memo.checkpoint.manifest import METADATA
 from memo.memory.views import Piece
 from memo.system.files import open_file
 
@@ -23,13 +24,14 @@ MOST_ZIP_BYTES = 2**16  # of the directory of a zip, and of the pickle in it
 MOST_FIELDS = 16        # of an object; dimensions of a tensor
 T = TypeVar("T")
 META, FILES = (f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem"))
-CONSTANTS = dict(NONE=None, NEWTRUE=True, NEWFALSE=False, EMPTY_TUPLE=())
-# how many values on the stack an opcode takes; others take all behind the mark
-TAKEN = dict(TUPLE1=1, TUPLE2=2, TUPLE3=3, APPEND=1, SETITEM=2, REDUCE=2, NEWOBJ=2, STACK_GLOBAL=2,
-             BINPERSID=1, BUILD=1)
+# opcodes that Python's own reader may do: they make numbers, texts, tuples and lists
+OWN_OPCODES = """PROTO FRAME STOP MARK BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE NONE NEWTRUE NEWFALSE
+    BININT1 BININT2 BININT LONG1 SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST
+    APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL BINPERSID BUILD"""
 
 Chunk = namedtuple("Chunk", "offsets sizes file start nbytes")
 Chunk.__doc__ = """A stored box of a tensor, and where in which file its zip lies."""
+Tensors = dict[str, tuple[tuple[int, ...], list[Chunk]]]  # {name: (shape, the Chunks that tile it)}
 
 
 @dataclass(eq=False, slots=True)
@@ -40,61 +42,47 @@ class Made:
     args: object
     state: object = None
 
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class Pairs(list):
+    """Stands for a dict, without a look at its keys: to hash a tuple of tuples may take for ever."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.append((key, value))
+
+
+class Unpickler(pickle._Unpickler):
+    """Reads a pickle without a call of anything: a Made stands for a call, Pairs for a dict."""
+
+    stack: list
+
+    def find_class(self, module: str, name: str) -> tuple[str, str]:
+        return module, name
+
+    def persistent_load(self, pid: object) -> Made:
+        return Made("stored", pid)
+
+    def put_call(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = Made(self.stack[-1], args)
+
+    def put_dict(self) -> None:
+        self.stack.append(Pairs())
+
+    dispatch: ClassVar[dict] = {  # {opcode: what does it}
+        **{code: pickle._Unpickler.dispatch[code]
+           for code in (getattr(pickle, name)[0] for name in OWN_OPCODES.split())},
+        pickle.REDUCE[0]: put_call, pickle.NEWOBJ[0]: put_call, pickle.EMPTY_DICT[0]: put_dict}
+
 
 def parse(data: bytes) -> object:
-    """Reads a pickle: pairs for a dict, a Made for a call. Errors: UnpicklingError: no checkpoint's."""
+    """Reads a pickle as an Unpickler does. Errors: UnpicklingError: no checkpoint's."""
     try:
-        stack: list = []
-        marks: list[int] = []
-        memo: dict[object, object] = {}
-        for opcode, argument, _ in pickletools.genops(data):
-            match opcode.name:
-                case "BINGET" | "LONG_BINGET":
-                    stack.append(memo[argument])
-                case "MEMOIZE":
-                    memo[len(memo)] = stack[-1]
-                case "BINPUT" | "LONG_BINPUT":
-                    memo[argument] = stack[-1]
-                case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
-                    stack.append(argument)
-                case "MARK":
-                    marks.append(len(stack))
-                case "EMPTY_LIST" | "EMPTY_DICT":
-                    stack.append([])
-                case "GLOBAL":
-                    stack.append(tuple(str(argument).split(" ")))
-                case "PROTO" | "FRAME" | "STOP":
-                    pass
-                case name if name in CONSTANTS:
-                    stack.append(CONSTANTS[name])
-                case name:
-                    first = len(stack) - TAKEN[name] if name in TAKEN else marks.pop()
-                    taken = stack[first:]
-                    del stack[first:]
-                    put(name, stack, taken)
-        [value] = stack
-        return value
-    except (IndexError, KeyError, AttributeError, TypeError, ValueError):
+        return Unpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError):
         raise pickle.UnpicklingError("it is not a pickle of a checkpoint") from None
-
-
-def put(name: str, stack: list, taken: list) -> None:
-    """Puts on the stack what an opcode makes of the values that it has taken from there."""
-    match name:
-        case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" | "STACK_GLOBAL":
-            stack.append(tuple(taken))
-        case "SETITEM" | "SETITEMS":
-            stack[-1].extend(zip(taken[::2], taken[1::2], strict=True))
-        case "REDUCE" | "NEWOBJ":
-            stack.append(Made(*taken))
-        case "BUILD":
-            [stack[-1].state] = taken
-        case "APPEND" | "APPENDS":
-            stack[-1].extend(taken)
-        case "BINPERSID":
-            stack.append(Made("stored", *taken))
-        case _:
-            raise ValueError(name)
 
 
 # --- what it must hold ---
@@ -164,39 +152,36 @@ def read_chunks(name: str, tensor: dict[str, object],
 
 # --- reading ---
 
-class Reader:
-    """Reads the tensors of a checkpoint. `shapes`: {name: shape}."""
+def read_index(path: Path, files: dict[str, list[int]]) -> Tensors:
+    """Reads which Tensors a checkpoint has. `files`: {name: [bytes, ...]}. Errors: any."""
+    # a piece takes eight times as much in its shard
+    most = min(2**28, 2**21 + sum(size for size, *_ in files.values()) // 8)
+    with open(open_file(path / METADATA), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise pickle.UnpicklingError(f"beside its shards it must be at most {most:,} bytes long")
+    top = fields(parse(data), META, "Metadata")
+    places = read_places(top["storage_data"], files)
+    tensors = {as_kind(name, str): fields(value, META, "TensorStorageMetadata")
+               for name, value in as_kind(top["state_dict_metadata"], list)}
+    return {name: (counts(t["size"]), read_chunks(name, t, places)) for name, t in tensors.items()}
 
-    def __init__(self, path: Path, metadata: str, files: dict[str, list[int]]) -> None:
-        """Reads `metadata`. `files`: {name: [bytes, ...]}. Errors: UnpicklingError, and any other."""
-        # a piece takes eight times as much in its shard
-        most = min(2**28, 2**21 + sum(size for size, *_ in files.values()) // 8)
-        with open(open_file(path / metadata), "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise pickle.UnpicklingError(f"beside its shards it must be at most {most:,} bytes long")
-        self.path, top = path, fields(parse(data), META, "Metadata")
-        places = read_places(top["storage_data"], files)
-        tensors = {as_kind(name, str): fields(value, META, "TensorStorageMetadata")
-                   for name, value in as_kind(top["state_dict_metadata"], list)}
-        self.chunks = {name: read_chunks(name, tensor, places) for name, tensor in tensors.items()}
-        self.shapes = {name: counts(tensor["size"]) for name, tensor in tensors.items()}
 
-    def read(self, pieces: list[Piece]) -> None:
-        """Fills the `pieces` in place. Errors: pickle.UnpicklingError, and any other exception."""
-        for piece in pieces:
-            missing = piece.tensor.numel()
-            for chunk in self.chunks[piece.name] if missing else ():
-                ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(
-                    piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)]
-                if all(first < end for first, end in ends):
-                    to, of = (tuple(slice(first - at, end - at) for (first, end), at in zip(
-                        ends, box.offsets, strict=True)) for box in (piece, chunk))
-                    part = read_chunk(self.path, chunk)[of]
-                    piece.tensor.detach()[to].copy_(part)
-                    missing -= part.numel()
-            if missing:
-                raise ValueError(f"{missing} elements of {piece.name} are missing")
+def fill(path: Path, tensors: Tensors, pieces: list[Piece]) -> None:
+    """Fills the `pieces` in place. Errors: pickle.UnpicklingError, and any other exception."""
+    for piece in pieces:
+        missing = piece.tensor.numel()
+        for chunk in tensors[piece.name][1] if missing else ():
+            ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(
+                piece.offsets, piece.tensor.shape, chunk.offsets, chunk.sizes, strict=True)]
+            if all(first < end for first, end in ends):
+                to, of = (tuple(slice(first - at, end - at) for (first, end), at in zip(
+                    ends, box.offsets, strict=True)) for box in (piece, chunk))
+                part = read_chunk(path, chunk)[of]
+                piece.tensor.detach()[to].copy_(part)
+                missing -= part.numel()
+        if missing:
+            raise ValueError(f"{missing} elements of {piece.name} are missing")
 
 
 def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
