@@ -251,7 +251,7 @@ def planted(tmp_path_factory):
 @pytest.fixture
 def quick_compiler(tmp_path, monkeypatch):
     """A g++ that copies what was compiled before."""
-    made = allocator.compile_library(allocator.cache_place()[0])
+    made = Path(os.readlink(allocator.library_of(allocator.cache_place()[0])._name))
     script = tmp_path / "bin" / "g++"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {made} "$last"\n')

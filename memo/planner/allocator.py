@@ -25,35 +25,13 @@ from memo.errors import ConfigError, Unusable, warn
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.system.command import progress
-from memo.system.files import cache_place, keep, kept, open_file, regular
+from memo.system.files import cache_place, keep, kept, open_file
 
 Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")
+BROKEN = OSError, ValueError, AttributeError  # what opening a library may raise
 Planned = namedtuple("Planned", "trace plan")
 Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
-
-
-def compile_library(folder: str | Path, *flags: str) -> Path:
-    """Builds the library with g++, the first time, in seconds -> its path. Errors: Unusable, OSError."""
-    where = Path(torch.__file__).parent
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
-               f"-L{where / 'lib'}", "-lc10",
-               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
-    made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
-    library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    if not os.path.lexists(library):
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
-            built = Path(scratch) / library.name
-            try:
-                with progress(lambda: "building the memory plan's library with g++, once"):
-                    done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
-            except OSError as e:
-                raise Unusable(f"there is no C++ compiler, g++ ({e.strerror})") from None
-            if done.returncode or not built.exists():
-                why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
-                raise Unusable(f"g++ failed: {why}")
-            keep(built.read_bytes(), library)
-    return library
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -81,14 +59,28 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
-    """Opens the library in `folder`; builds it again where it cannot be. Errors: Unusable, OSError."""
-    path = compile_library(folder, *flags)
-    try:
-        return open_library(path)
-    except (OSError, ValueError, AttributeError):
-        regular(path.lstat())  # nothing else is replaced
-        path.unlink()
-        return open_library(compile_library(folder, *flags))
+    """Opens the library in `folder`; builds it with g++, in seconds, where there is none that can be opened.
+    Errors: Unusable; as open_library()."""
+    where = Path(torch.__file__).parent
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), f"-I{where / 'include'}",
+               f"-L{where / 'lib'}", "-lc10",
+               f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *flags]
+    made_from = SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode()
+    library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    with suppress(*BROKEN):
+        return open_library(library)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
+        built = Path(scratch) / library.name
+        try:
+            with progress(lambda: "building the memory plan's library with g++, once"):
+                done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        except OSError as e:
+            raise Unusable(f"there is no C++ compiler, g++ ({e.strerror})") from None
+        if done.returncode or not built.exists():
+            why = next(iter(done.stderr.splitlines()), f"exit code {done.returncode}")
+            raise Unusable(f"g++ failed: {why}")
+        keep(built.read_bytes(), library)
+    return open_library(library)
 
 
 @cache
@@ -103,7 +95,7 @@ def load_library(*flags: str) -> ctypes.CDLL:
                 return library_of(folder, *flags)
         with tempfile.TemporaryDirectory(prefix="memo-", ignore_cleanup_errors=True) as private:
             return library_of(private, *flags)  # some seconds at every start
-    except (OSError, ValueError, AttributeError) as e:
+    except BROKEN as e:
         raise Unusable(f"its library cannot be built or loaded ({e})") from None
 
 
