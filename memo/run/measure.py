@@ -33,8 +33,7 @@ from memo.planner.allocator import Arena, NoArena
 from memo.schedule.step import Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.states.optim import Optimizer, adamw_step
-from memo.states.passes import Model
-from memo.states.protocols import LayerBlock
+from memo.states.passes import LayerBlock, Model
 from memo.system import hardware
 from memo.system.axis import Axis
 from memo.system.command import progress
@@ -336,7 +335,7 @@ def measured_states(model: Model) -> StateSeconds:
     def seconds(move: Callable[..., object], *args: object) -> float:
         return least_seconds(model.device, partial(move, k, *args), host=model.mesh.host)
     def leave(k: int) -> None:
-        optimizer.start_sum(k).wait()
+        model.mesh.replicas.start_scatter_sum(model.bucket_grads[k], optimizer.grads[k]).wait()
         optimizer.leave(k)
     found = StateSeconds(seconds(optimizer.bring_weights), seconds(leave),
                          seconds(optimizer.bring_sums, True) * (model.micro_batches > 1),

@@ -19,7 +19,6 @@ from memo.parallel.tp import local
 from memo.schedule.step import Moved, Op, Step
 from memo.states.passes import Model
 from memo.states.staging import Staging
-from memo.system.axis import Works
 from memo.system.launch import rank_name
 
 EPS = 1e-8
@@ -68,6 +67,7 @@ class Optimizer:
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel, device=device), torch.zeros(numel, device=device)
         self.steps = torch.zeros((), device=device)
         self.staging = Staging(model, numel, cfg.pin_memory) if on_host else None
+        self.copy = self.staging.slab.copy if self.staging else torch.Tensor.copy_  # (to, source)
         # of each bucket: what this rank owns; its parameters and its gradients on the device
         sizes = [(end - start) // data.size for start, end in model.buckets]
         self.own = [Range(start + n * data.rank, start + n * (data.rank + 1), start // data.size)
@@ -209,10 +209,10 @@ class Optimizer:
         """Finds (function, arguments...) of a step that moves gradients or parameters, or makes new ones."""
         k = step.unit.layer + 1
         match step.op, step.moved:
-            case Op.REDUCE, _:
-                return self.start_sum, k
+            case Op.REDUCE, _:  # of the data ranks' gradients, a piece to each
+                return self.model.mesh.replicas.start_scatter_sum, self.model.bucket_grads[k], self.grads[k]
             case Op.GATHER, _:
-                return self.start_gather, k
+                return self.model.mesh.replicas.start_gather, self.parts[k], self.model.bucket_params[k]
             case Op.PREFETCH, Moved.WEIGHTS:
                 return self.bring_weights, k
             case Op.PREFETCH, _:
@@ -228,21 +228,6 @@ class Optimizer:
                 scale = self.scale if self.staging is None else self.staging.scale[0]
                 return self.step_bucket, k, self.lr, scale if self.max_norm > 0 else None
         raise ValueError(f"{step} is not the optimizer's")
-
-    def start_sum(self, k: int) -> Works:
-        """Starts to sum the gradients of bucket k over the data ranks, a piece to each."""
-        return self.model.mesh.replicas.start_scatter_sum(self.model.bucket_grads[k], self.grads[k])
-
-    def start_gather(self, k: int) -> Works:
-        """Starts to send this rank's part of bucket k's parameters to all data ranks."""
-        return self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k])
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies on the device, or where the optimizer is on the host from there or to it."""
-        if self.staging is None:
-            to.copy_(source)
-        else:
-            self.staging.slab.copy(to, source)
 
     def bring_weights(self, k: int) -> None:
         """Copies master weights to this rank's part of bucket k; gathers the rest where the bucket comes."""
@@ -336,4 +321,4 @@ class Optimizer:
             if k not in self.coming:
                 if self.staging is not None:
                     self.bring_weights(k)
-                self.start_gather(k).wait()
+                self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k]).wait()

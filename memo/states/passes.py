@@ -4,16 +4,20 @@ The transformer (model.py) computes a layer, the embedding, the head, and knows 
 here each step of a program (memo/schedule/program.py) finds what it does."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
 from memo.decide.where import all_kept, with_stream
+from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
+from memo.layer.attend import Attention
+from memo.layer.edges import Edges
 from memo.layer.row_order import row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
@@ -25,9 +29,42 @@ from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
-from memo.states.protocols import LayerBlock, Source, Transformer
 from memo.states.staging import HostWeights
 from memo.system.device import free_bytes
+
+# --- what memo/ uses of a transformer; its module, model.py, is imported by commands alone ---
+
+class LayerBlock(Protocol):
+    """Names what computes a layer: model.Block, or by METP MetpBlock (memo/layer/metp_block.py)."""
+
+    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor: ...
+    def recompute(self, s: Activations, rows: dict[str, slice]) -> None: ...
+    def sweep(self, s: Activations, x: torch.Tensor) -> None: ...
+    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor: ...
+
+
+class Source(Protocol):
+    """Names what brings parameters to the device for each pass."""
+
+    def work_of(self, step: Step) -> tuple: ...
+    def bring_weights(self, k: int) -> None: ...
+
+
+class Transformer(Protocol):
+    """Names what the passes of a model use of its transformer; model.py says what that is."""
+
+    ops: Ops
+    why_ops: str
+    attention: Attention
+    edges: Edges
+
+    @property
+    def blocks(self) -> Sequence[LayerBlock]: ...
+    @property
+    def key_shape(self) -> tuple[int, int]: ...
+    def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock: ...
+    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None: ...
+
 
 Make = Callable[[Layout, Parameters], Transformer]
 
