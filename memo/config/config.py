@@ -13,13 +13,6 @@ from memo.config.rope import parse_scaling
 from memo.config.settings import FP8_MULTIPLE, Settings
 from memo.errors import ConfigError
 
-MOST_TOGETHER = {  # keys within their bounds may be too much together
-    "batch_size*block_size/cp": (2**31, "rows of a rank are counted in 32 bits"),
-    "gradient_accumulation_steps*batch_size*block_size":
-        (2**40, "the ids of a step's tokens alone take 16 TiB"),
-    "parameters": (10**14, "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size"),
-    "n_layer*subsequences": (10**5, "each unit of a step is planned; lower subsequences")}
-
 
 @dataclass(frozen=True)
 class Config(Settings):
@@ -108,13 +101,17 @@ def broken_by_heads(cfg: Settings) -> Iterator[str]:
 
 
 def broken_by_sizes(cfg: Settings) -> Iterator[str]:
-    """Refuses what nothing could hold, before anything of that size is planned."""
+    """Refuses what nothing could hold, before anything of that size is planned: keys within their bounds may
+    be too much together."""
     B, S = cfg.batch_size, cfg.block_size
-    steps = 1 if cfg.gradient_accumulation_steps == "auto" else cfg.gradient_accumulation_steps
-    sizes = (B * S // cfg.cp, steps * B * S,
-             parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0),
-             cfg.n_layer * cfg.n_subsequences if cfg.n_subsequences > 1 else 0)
-    for (what, (most, why)), value in zip(MOST_TOGETHER.items(), sizes, strict=True):
+    for what, value, most, why in (
+            ("batch_size*block_size/cp", B * S // cfg.cp, 2**31, "rows of a rank are counted in 32 bits"),
+            ("gradient_accumulation_steps*batch_size*block_size", cfg.micro_batches(1) * B * S, 2**40,
+             "the ids of a step's tokens alone take 16 TiB"),
+            ("parameters", parameters(cfg) + (S * cfg.n_embd if cfg.position == "learned" else 0), 10**14,
+             "their states take 1.6e15 bytes; lower n_layer, n_embd, vocab_size or block_size"),
+            ("n_layer*subsequences", cfg.n_layer * cfg.n_subsequences if cfg.n_subsequences > 1 else 0, 10**5,
+             "each unit of a step is planned; lower subsequences")):
         if value > most:
             yield f"{what}={value} must be at most {most} ({why})"
 

@@ -135,16 +135,14 @@ class Layer:
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
                        qk_norm: bool) -> dict[str, Parameter]:
     """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
-    parameters = {"q_w": Parameter((Q, C), 0), "k_w": Parameter((KV, C), 0), "v_w": Parameter((KV, C), 0),
-                  "proj_w": Parameter((C, Q), 1, "residual")}
-    if mlp == "gelu":
-        parameters |= {"fc1_w": Parameter((F, C), 0), "fc2_w": Parameter((C, F), 1, "residual")}
-    else:
-        parameters |= {"gate_w": Parameter((F, C), 0), "up_w": Parameter((F, C), 0),
-                       "down_w": Parameter((C, F), 1, "residual")}
+    qkv = {"q": Q, "k": KV, "v": KV}
+    first, last = (["fc1"], "fc2") if mlp == "gelu" else (["gate", "up"], "down")
+    parameters = {f"{name}_w": Parameter((n, C), 0) for name, n in qkv.items()}
+    parameters["proj_w"] = Parameter((C, Q), 1, "residual")
+    parameters |= {f"{name}_w": Parameter((F, C), 0) for name in first}
+    parameters[f"{last}_w"] = Parameter((C, F), 1, "residual")
     if bias or qkv_bias:
-        parameters |= {"q_b": Parameter((Q,), 0, "zeros"), "k_b": Parameter((KV,), 0, "zeros"),
-                       "v_b": Parameter((KV,), 0, "zeros")}
+        parameters |= {f"{name}_b": Parameter((n,), 0, "zeros") for name, n in qkv.items()}
     if bias:
         parameters["fc1_b"] = Parameter((F,), 0, "zeros")
         parameters |= {f"{name}_b": Parameter((C,), init="zeros") for name in ("proj", "fc2", "ln1", "ln2")}

@@ -184,12 +184,12 @@ def _solve_part(part: solvers.Part, solver: str, stop: int, decide: bool,
                 seconds: float) -> tuple[list[int], int, str, float]:
     """Finds (offsets, bound, who found them, seconds left): the least peak, or one up to `stop`."""
     (best, took), bound, name = solvers.greedy(part, stop, seconds), part.load, "greedy"
-    for finder, method in solvers.METHODS[solver] if len(part.size) <= solvers.LARGE else ():
+    for finder, method, share in solvers.METHODS[solver] if len(part.size) <= solvers.LARGE else ():
         peak, seconds = part.peak(best), seconds - took
         if peak <= max(stop, bound) or seconds <= 0 or (decide and bound > stop):
             took = 0.0
             break
-        offsets, proven, took = method(part, best, stop, stop if decide else peak - 1, seconds)
+        offsets, proven, took = method(part, best, stop, stop if decide else peak - 1, seconds / share)
         if offsets is not None and part.peak(offsets) < peak:
             best, name = offsets, finder
         if proven > stop:  # the solvers look for nothing below `stop`: up to there their bound says nothing

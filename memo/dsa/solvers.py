@@ -22,7 +22,7 @@ LARGE = 10_000  # buffers: with more only greedy looks for a placement, the othe
 MOST_PAIRS = 200_000  # of conflicting buffers that a MIP solver gets: two rows of the matrix for each
 # of the MIP solvers, the least they accept: a binary this far from 0 lets buffers overlap by M times this
 TOLERANCE = 1e-9
-BRIEFLY = 20  # one part in so many of the time limit: briefly()'s, and the first turn of coarse()
+BRIEFLY = 20  # one part in so many of the time limit: a first try, which often works; coarse()'s first turn
 COARSE_SHARE = 0.7  # of the time limit: all turns of coarse(); CP-SAT on the whole has the rest
 LONGER = 1.25  # each turn of coarse() lasts so many times the one before
 
@@ -144,11 +144,6 @@ def cpsat(part: Part, best: list[int], stop: int, highest: int, seconds: float) 
         return None, highest + 1, took
     values = [solver.value(o) for o in offsets] if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     return values, ceil(solver.best_objective_bound - TOLERANCE) if stop < highest else 0, took
-
-
-def briefly(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
-    """Tries CP-SAT for 5% of the time: it usually succeeds early."""
-    return cpsat(part, best, stop, highest, seconds / BRIEFLY)
 
 
 def coarse(part: Part, best: list[int], stop: int, highest: int, seconds: float) -> Found:
@@ -332,7 +327,8 @@ def say(line: str) -> None:
 
 
 Method = Callable[[Part, list[int], int, int, float], Found]
-# {solver: (name, function) of what it tries in turns, after greedy}
-METHODS: dict[str, tuple[tuple[str, Method], ...]] = {
-    "auto": (("cpsat", briefly), ("cpsat", coarse), ("cpsat", cpsat)), "greedy": (), "mip": (("mip", mip),),
-    "cpsat": (("cpsat", cpsat),), "gurobi": (("gurobi", partial(mip, gurobi=True)),)}
+# {solver: (name, function, one part in so many of the time limit) of what it tries in turns, after greedy}
+METHODS: dict[str, tuple[tuple[str, Method, int], ...]] = {
+    "auto": (("cpsat", cpsat, BRIEFLY), ("cpsat", coarse, 1), ("cpsat", cpsat, 1)), "greedy": (),
+    "mip": (("mip", mip, 1),), "cpsat": (("cpsat", cpsat, 1),),
+    "gurobi": (("gurobi", partial(mip, gurobi=True), 1),)}
