@@ -342,7 +342,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_weights(tmp_path, hf, capsys, mon
         file.write(b"a part")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(weights, "write_header", full)
     fails(capsys, r"model\.safetensors cannot be written \(No space left.*; free some space there or choose",
           "to-hf", tmp_path / "out", tmp_path / "hf2")
     assert not list((tmp_path / "hf2").iterdir())

@@ -121,19 +121,6 @@ def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
     return stored
 
 
-def check_tied_head(folder: Path | str, cfg: Config) -> None:
-    """Raises ConfigError where a tied head is in the files too, with other elements than the embedding."""
-    stored = stored_weights(folder, cfg)
-    if not cfg.tie_embeddings or HEAD not in stored:
-        return
-    head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
-    if (head.shape, head.dtype) != (wte.shape, wte.dtype) or not all(
-            torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
-            for k in range(0, head.shape[0], COMPARED_ROWS)):
-        raise ConfigError(f"{folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its "
-                          f"{CONFIG} says that they are one; set it to false")
-
-
 class HfWeights:
     """Reads the weights of the model in `folder`, by memo's names, fp32: the part of a rank of `ranks`."""
 
@@ -162,25 +149,17 @@ class HfWeights:
         return ((name, self.read(name)) for name in self.parameters)
 
 
-def hf_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Lists {transformers' whole name: shape} of all weights of a model."""
-    prefix = FAMILIES[family_of(cfg)].prefix
-    return {w.there if w.there == HEAD else prefix + w.there: w.shape for w in weights_of(cfg)}
-
-
-def export_tensors(cfg: Config, read: Callable[[str], torch.Tensor | None], dtype: torch.dtype
-                   ) -> Iterator[torch.Tensor]:
-    """Yields transformers' tensors, as hf_shapes() lists them. read(memo's name): fp32, or None."""
-    for (_, shape), ws in groupby(weights_of(cfg), key=lambda w: (w.there, w.shape)):
-        tensor = torch.zeros(shape, dtype=dtype)
-        for w in ws:
-            if (own := read(w.name)) is not None:
-                n = min(len(own), shape[-1 if w.transposed else 0])  # without memo's padding
-                part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
-                own, theirs = alike(w, own[:n], part)
-                theirs.copy_(own)
-        yield tensor
-        del tensor
+def export_tensor(ws: list[Weight], read: Callable[[str], torch.Tensor | None],
+                  dtype: torch.dtype) -> torch.Tensor:
+    """Makes transformers' tensor of these Weights. read(memo's name): fp32, or None."""
+    tensor = torch.zeros(ws[0].shape, dtype=dtype)
+    for w in ws:
+        if (own := read(w.name)) is not None:
+            n = min(len(own), w.shape[-1 if w.transposed else 0])  # without memo's padding
+            part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
+            own, theirs = alike(w, own[:n], part)
+            theirs.copy_(own)
+    return tensor
 
 
 def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
@@ -200,43 +179,42 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
 
 def save_weights(folder: Path, cfg: Config, read: Callable[[str], torch.Tensor | None],
                  dtype: torch.dtype) -> None:
-    """Writes export_tensors() in turn, with an index for several files. If that fails, no file is left."""
-    shapes, tensors = hf_shapes(cfg), export_tensors(cfg, read, dtype)
-    sizes = {name: prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    """Writes all tensors in turn, with an index for several files. If that fails, no file is left."""
+    prefix = FAMILIES[family_of(cfg)].prefix
+    parts = {name if name == HEAD else prefix + name: [*ws]
+             for name, ws in groupby(weights_of(cfg), key=lambda w: w.there)}
+    sizes = {name: prod(ws[0].shape) * dtype.itemsize for name, ws in parts.items()}
     files = file_names(sizes, SHARD_BYTES)
     try:
         with ExitStack() as stack:  # each takes its name once all are written
-            for name, names in files.items():
-                file = stack.enter_context(replacing(folder / name))
-                save_file(file, {name: shapes[name] for name in names}, tensors, dtype)
+            for path, names in files.items():
+                file = stack.enter_context(replacing(folder / path))
+                write_header(file, {name: (parts[name][0].shape, sizes[name]) for name in names}, dtype)
+                for name in names:
+                    file.write(export_tensor(parts[name], read, dtype).view(torch.uint8).numpy().data)
         if len(files) > 1:
-            place = {name: file for file, names in files.items() for name in names}
+            place = {name: path for path, names in files.items() for name in names}
             save_json(dict(metadata=dict(total_size=sum(sizes.values())), weight_map=place), folder / INDEX)
     except BaseException as e:
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
+        for path in files:
+            (folder / path).unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
         raise ConfigError(f"{folder / next(iter(files))} cannot be written ({reason(e)}); "
                           f"{elsewhere(e, 'folder')}") from None
 
 
-def save_file(file: BinaryIO, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor],
-              dtype: torch.dtype) -> None:
-    """Writes a safetensors file tensor by tensor: the library's own function wants all of them at once."""
+def write_header(file: BinaryIO, tensors: dict[str, tuple[tuple[int, ...], int]], dtype: torch.dtype) -> None:
+    """Writes what a file of safetensors begins with; tensors {name: (shape, bytes)} then follow one by one:
+    the library's own function wants all of them at once."""
     kind = next(name for name, known in FLOATS.items() if known == dtype)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places = pairwise(accumulate((prod(shape) * dtype.itemsize for shape in shapes.values()), initial=0))
-    for (name, shape), place in zip(shapes.items(), places, strict=True):
+    places = pairwise(accumulate((nbytes for _, nbytes in tensors.values()), initial=0))
+    for (name, (shape, _)), place in zip(tensors.items(), places, strict=True):
         header[name] = dict(dtype=kind, shape=shape, data_offsets=place)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     file.write(len(text).to_bytes(8, "little") + text)
-    for shape in shapes.values():
-        tensor = next(tensors)
-        assert (tensor.shape, tensor.dtype) == (shape, dtype)
-        file.write(tensor.view(torch.uint8).numpy().data)
-        del tensor
 
 
 def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
@@ -249,6 +227,14 @@ def tokenizer_in(folder: Path, cfg: Config) -> Tokenizer | None:
 
 
 def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
-    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError."""
-    check_tied_head(hf_folder, cfg)
+    """Checks the files beside config.json in `hf_folder` -> its tokenizer or None. Errors: ConfigError: also
+    where a tied head is there too, with other elements than the embedding."""
+    stored = stored_weights(hf_folder, cfg)
+    if cfg.tie_embeddings and HEAD in stored:
+        head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
+        if (head.shape, head.dtype) != (wte.shape, wte.dtype) or not all(
+                torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
+                for k in range(0, head.shape[0], COMPARED_ROWS)):
+            raise ConfigError(f"{hf_folder}: {HEAD} differs from {wte.name}, but tie_word_embeddings in its "
+                              f"{CONFIG} says that they are one; set it to false")
     return tokenizer_in(Path(hf_folder), cfg)
