@@ -214,11 +214,6 @@ DataPtr hook_allocate(Allocator* native, size_t n) {
   return {begin, begin, release<device>, where};
 }
 
-template <c10::DeviceType device>
-c10::DeleterFnPtr hook_raw_deleter(const Allocator*) {
-  return release<device>;
-}
-
 // Points the two entries of torch's table here, once a process. nullptr, or why they cannot be.
 template <c10::DeviceType device>
 const char* install() {
@@ -237,9 +232,10 @@ const char* install() {
   if (mprotect(first, length, PROT_READ | PROT_WRITE)) return "the allocator's table cannot be written";
   own.allocate = reinterpret_cast<Allocate>(*allocate);
   own.raw_deleter = reinterpret_cast<RawDeleter>(*raw_deleter);
+  const RawDeleter hook = [](const Allocator*) -> c10::DeleterFnPtr { return release<device>; };
   // Is this slot really raw_deleter()? The compiler's own call tells: it must now give the deleter of this
   // file. In a torch with another interface it does not, and the entry is put back.
-  *raw_deleter = reinterpret_cast<void*>(hook_raw_deleter<device>);
+  *raw_deleter = reinterpret_cast<void*>(hook);
   const bool understood = native->raw_deleter() == release<device>;
   if (understood) *allocate = reinterpret_cast<void*>(hook_allocate<device>);
   else *raw_deleter = reinterpret_cast<void*>(own.raw_deleter);
@@ -249,13 +245,6 @@ const char* install() {
 
 using Handle = std::shared_ptr<Arena>;
 Arena& get(void* handle) { return **static_cast<Handle*>(handle); }
-
-// Empties `from`; the text stays until the thread's next call.
-const char* take(std::string& from) {
-  static thread_local std::string text;
-  text = std::exchange(from, {});
-  return text.c_str();
-}
 
 }  // namespace
 
@@ -308,20 +297,15 @@ void memo_end(int failed) {
   }
 }
 
-// The requests recorded since the last call, as text, valid until the thread's next call of this or of
-// memo_misses.
-const char* memo_log(void* handle) {
+// The requests recorded since the last call, or with `misses` the first one of each segment that missed its
+// plan, as text, valid until the thread's next call.
+const char* memo_take(void* handle, int misses) {
+  static thread_local std::string text;
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
-  ++arena.generation;
-  return take(arena.log);
-}
-
-// The first request of each segment that missed its plan since the last call.
-const char* memo_misses(void* handle) {
-  Arena& arena = get(handle);
-  std::lock_guard<std::mutex> lock(arena.mutex);
-  return take(arena.misses_text);
+  if (!misses) ++arena.generation;
+  text = std::exchange(misses ? arena.misses_text : arena.log, {});
+  return text.c_str();
 }
 
 // Gives segment `label` its plan: bytes and offset of each of n requests, in order.

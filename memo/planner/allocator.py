@@ -49,8 +49,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     numbers = ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
             ("install", text, [number]), ("open", handle, [number, number]), ("close", None, [handle]),
-            ("begin", number, [handle, text]), ("end", None, [number]), ("log", text, [handle]),
-            ("misses", text, [handle]), ("reserve", text, [handle, ctypes.c_int64]),
+            ("begin", number, [handle, text]), ("end", None, [number]), ("take", text, [handle, number]),
+            ("reserve", text, [handle, ctypes.c_int64]),
             ("plan", None, [handle, text, ctypes.c_int64, numbers, numbers]),
             ("stats", None, [handle, number, numbers])):
         function = getattr(lib, f"memo_{name}")
@@ -164,11 +164,11 @@ class Arena:
 
     def recorded(self) -> Trace:
         """Takes the Trace recorded since the last call; what is not freed outlives the step."""
-        return parse_trace(self.lib.memo_log(self.handle).decode(), "recorded").settled()
+        return parse_trace(self.lib.memo_take(self.handle, False).decode(), "recorded").settled()
 
     def settle(self) -> bool:
         """Plans, between two steps, what the last recorded, and warns of misses -> is a plan new?"""
-        for line in self.lib.memo_misses(self.handle).decode().splitlines():
+        for line in self.lib.memo_take(self.handle, True).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
         if not self.stats().log_chars:
             return False
