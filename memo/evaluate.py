@@ -77,8 +77,7 @@ from memo.run.load_config import stored_config
 from memo.run.prepare import check_ranks, check_same_tokenizer
 from memo.run.reserve import explaining
 from memo.run.state import code
-from memo.states.passes import Model
-from memo.states.staging import with_place
+from memo.states.passes import Model, with_place
 from memo.system.axis import Axis
 from memo.system.command import interruptible, progress
 from memo.system.device import pick_device

@@ -39,8 +39,7 @@ from memo.data.tokens import PIECE_CHARS, encode
 from memo.errors import ConfigError
 from memo.huggingface.huggingface import OWN, check_reach
 from memo.run.load_config import stored_config
-from memo.states.passes import Model
-from memo.states.staging import with_place
+from memo.states.passes import Model, with_place
 from memo.system.device import pick_device
 from memo.system.files import read_text, reading
 from model import GPT, Block

@@ -169,11 +169,11 @@ class Saver:
         except (BadState, DataError) as e:
             self.error = e
         except Exception as e:
-            failed, remedy = f"{path} cannot be written ({reason(e)})", elsewhere(e, "folder")
-            self.error = CheckpointError(f"{failed}; {remedy}")
+            whole = ""
             with contextlib.suppress(OSError):  # of a folder that cannot even be listed
-                if latest(self.folder.parent):
-                    self.error = CheckpointError(f"{failed}; the previous one is whole; {remedy}")
+                whole = " the previous one is whole;" * bool(latest(self.folder.parent))
+            self.error = CheckpointError(f"{path} cannot be written ({reason(e)});{whole} "
+                                         f"{elsewhere(e, 'folder')}")
         finally:
             if self.error and self.ranks.rank == 0 and temporary != path:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -193,15 +193,12 @@ class Saver:
         result: object
         try:
             result = work(*args)
-        except DataError as e:
-            result = e
         except Exception as e:
-            result = CheckpointError(reason(e))
+            result = e if isinstance(e, DataError) else CheckpointError(reason(e))
         come(manifest.SAVE, "part")
         results: list = self.ranks.objects(result)
-        for result in results:
-            if isinstance(result, (CheckpointError, DataError)):
-                raise result
+        for error in (r for r in results if isinstance(r, (CheckpointError, DataError))):
+            raise error
         return results
 
     def on_first(self, work: Callable[..., T], *args: object) -> T:

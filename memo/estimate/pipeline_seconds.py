@@ -96,7 +96,7 @@ def optimizer_s(cfg: Layout, machine: Machine, numel: int, itemsize: int, data: 
     shard = numel / data
     adamw = (ADAMW_BYTES + 4 * (cfg.grad_clip > 0)) * shard  # clipping stores the scaled gradients
     cast = (4 + itemsize) * shard
-    if cfg.optimizer_on_host and not machine.cpu:  # they go over PCIe (memo/states/staging.py)
+    if cfg.optimizer_on_host and not machine.cpu:  # they go over PCIe (memo/states/optim.py)
         host_s = (adamw + cast) * local_ranks / machine.node.host_bytes_per_s
         if cfg.layers_come:
             first = sum(bucket_numels(cfg, data)[:weights_in_turns(cfg).start + LAYER_PLACES])

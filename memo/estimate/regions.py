@@ -81,7 +81,7 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
     come, leave = flat.weights_in_turns(cfg), flat.gradients_in_turns(cfg, micros)
     params, grads = (flat.bucket_places(buckets, in_turns)[1] for in_turns in (come, leave))
     grads, staged = 4 * grads, 0
-    if on_host:  # see memo/states/staging.py
+    if on_host:  # see Staging in memo/states/optim.py
         grads += 4 * flat.shared_numel(layout, cfg.tp)
         staged = flat.staged_bytes(cfg, numel // data, micros, itemsize)
     else:

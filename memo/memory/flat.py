@@ -142,7 +142,7 @@ def bucket_places(buckets: list[tuple[int, int]], in_turns: range) -> tuple[list
 
 
 def staged_bytes(cfg: Layout, numel: int, micro_batches: int, itemsize: int) -> int:
-    """Counts the bytes for a shard's way to an optimizer on the host and back (memo/states/staging.py)."""
+    """Counts the bytes for a shard's way to an optimizer on the host and back (memo/states/optim.py)."""
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 

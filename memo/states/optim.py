@@ -13,12 +13,12 @@ from torch.optim.adamw import adamw
 
 from memo.config.layout import Layout
 from memo.errors import BadState
-from memo.memory.flat import Location, Range, boxes, is_shared, joined, shared_numel
+from memo.memory.flat import Location, Range, boxes, is_shared, joined, shared_numel, staged_bytes
+from memo.memory.slab import HostSlab
 from memo.memory.views import Piece, bucket_views
 from memo.parallel.tp import local
 from memo.schedule.step import Moved, Op, Step
 from memo.states.passes import Model
-from memo.states.staging import Staging
 from memo.system.launch import rank_name
 
 EPS = 1e-8
@@ -51,6 +51,24 @@ def adamw_step(weights: torch.Tensor, gradients: torch.Tensor, exp_avg: torch.Te
     adamw([weights], [gradients], [exp_avg], [exp_avg_sq], [], [steps.clone()], fused=True, grad_scale=scale,
           amsgrad=False, beta1=betas[0], beta2=betas[1], lr=lr, eps=EPS, maximize=False,
           weight_decay=weight_decay)
+
+
+class Staging:
+    """Holds the host memory between the device and an optimizer on the host: `grads` (numel,) of one shard,
+    fp32, come down, and `scale` (1,), their divisor; weights go up. One page-locked block serves both, but
+    for layers that come again for another micro batch: weights go up from where their gradients came down.
+    Errors: OutOfHostMemory. Source: ZeRO-Offload (arXiv 2101.06840)."""
+
+    def __init__(self, model: Model, numel: int, pin: bool) -> None:
+        self.dtype, self.apart = model.dtype, model.states.apart
+        self.nbytes = staged_bytes(model.cfg, numel, model.micro_batches, model.dtype.itemsize)
+        self.slab = HostSlab(self.nbytes, model.device, pin)
+        self.grads, self.scale = self.slab.bytes[:4 * (numel + 1)].view(torch.float32).split((numel, 1))
+
+    def weights(self, own: Range) -> torch.Tensor:
+        """Views where the new parameters of a bucket's Range go up from."""
+        first = self.grads.nbytes + 4 + self.dtype.itemsize * own.at if self.apart else 4 * own.at
+        return self.slab.bytes[first:first + self.dtype.itemsize * (own.end - own.start)].view(self.dtype)
 
 
 class Optimizer:

@@ -11,9 +11,12 @@ from typing import Protocol
 
 import torch
 
+from memo.config.config import Config
+from memo.config.formulas import parameters
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
 from memo.decide.where import all_kept, with_stream
+from memo.errors import OutOfHostMemory, warn
 from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
 from memo.layer.attend import Attention
@@ -22,6 +25,7 @@ from memo.layer.row_order import row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
+from memo.memory.slab import HostSlab, host_bytes
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena, NoArena
 from memo.schedule.execute import Work
@@ -29,7 +33,6 @@ from memo.schedule.place import Content, Part
 from memo.schedule.step import Op, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
-from memo.states.staging import HostWeights
 from memo.system.device import free_bytes
 
 # --- what memo/ uses of a transformer; its module, model.py, is imported by commands alone ---
@@ -67,6 +70,30 @@ class Transformer(Protocol):
 
 
 Make = Callable[[Layout, Parameters], Transformer]
+SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
+
+
+class HostWeights:
+    """Holds in host memory the parameters that come, of a model not trained. Errors: OutOfHostMemory."""
+
+    def __init__(self, model: Parameters) -> None:
+        self.model, buckets = model, [model.buckets[k] for k in model.coming]
+        begin, end = buckets[0][0], buckets[-1][1]
+        needed, free = model.dtype.itemsize * (end - begin), host_bytes("auto")
+        if needed > free:
+            raise OutOfHostMemory(f"the parameters that come need {needed / 2**30:.4g} GiB of host memory, "
+                                  f"{free / 2**30:.4g} GiB are free; try a larger --tp")
+        self.slab = HostSlab(needed, model.device, model.cfg.pin_memory)
+        flat = self.slab.bytes.view(model.dtype)
+        for k, (start, stop) in zip(model.coming, buckets, strict=True):
+            model.loaded[k] = flat[start - begin:stop - begin]
+
+    def work_of(self, step: Step) -> tuple:
+        """Finds (function, argument) of a step that brings a layer's parameters."""
+        return self.bring_weights, step.unit.layer + 1
+
+    def bring_weights(self, k: int) -> None:
+        self.slab.copy(self.model.bucket_params[k], self.model.loaded[k])
 
 
 class Model(Parameters):
@@ -288,3 +315,13 @@ class Model(Parameters):
     def bring(self, bucket: int) -> None:
         if bucket in self.coming and self.source is not None:
             self.source.bring_weights(bucket)
+
+
+def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
+    """Lays out a model that is not trained: where a GPU has too little room, on the host, with a warning."""
+    needs = dtype.itemsize * parameters(cfg) // cfg.tp
+    if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
+        return Layout.whole(cfg, states="device")
+    warn(f"{needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, which "
+         "takes time")
+    return Layout.whole(cfg, states="host", unit_order="layer")
