@@ -232,19 +232,10 @@ def mip(part: Part, best: list[int], stop: int, highest: int, seconds: float, gu
     # an infinite bound: nothing is proven yet, or the solver says "infeasible", which is wrong: `best` exists
     trusted = M * TOLERANCE < 1e-3 and isfinite(bound)
     proven = min(M, ceil(bound - 1e-3)) if trusted else 0
-    return None if values is None else _dropped(part, i, j, values), proven, took
-
-
-def _dropped(part: Part, i: np.ndarray, j: np.ndarray, values: np.ndarray) -> list[int]:
-    """Lowers offsets, in the solver's order, to whole numbers: rounded ones could overlap."""
-    below: list[list[int]] = [[] for _ in part.size]
-    for a, b in zip(i.tolist(), j.tolist(), strict=True):
-        low, high = (a, b) if (values[a], a) <= (values[b], b) else (b, a)
-        below[high].append(low)
-    offsets = [0] * len(part.size)
-    for a in sorted(range(len(offsets)), key=lambda a: (values[a], a)):
-        offsets[a] = max((offsets[b] + part.size[b] for b in below[a]), default=0)
-    return offsets
+    if values is None:
+        return None, proven, took
+    # in the solver's order each falls to a whole number, maybe lower: rounded ones could overlap
+    return _best_fit(born, died, np.array(part.size), np.argsort(values, kind="stable")), proven, took
 
 
 def _highs(size: np.ndarray, i: np.ndarray, j: np.ndarray, M: float, least: float, best: np.ndarray,

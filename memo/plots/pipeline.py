@@ -43,13 +43,6 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
     return bars
 
 
-def without_pauses(bars: Sequence[Bar]) -> list[Bar]:
-    """Joins computing of one look, of one subsequence, without a pause: layers become one bar."""
-    computing = (bar for bar in bars if bar.row == "compute" and bar.look != "others")
-    runs = [[*run] for _, run in groupby(computing, key=lambda bar: bar[:4])]
-    return [run[0]._replace(end_s=run[-1].end_s) for run in runs]
-
-
 def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:
     """Picks a bar's colour. `shades`: of each subsequence."""
     if bar.look in ("stall", "others"):
@@ -83,13 +76,15 @@ def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
 
 
 def draw_numbers(ax: Drawn, bars: Sequence[Bar], length: float, N: int) -> None:
-    """Draws the subsequences' numbers, where there is room."""
-    for run in without_pauses(bars):
-        number, width = str(run.subsequence), run.end_s - run.start_s
-        if run.look in ("forward", "backward") and width > 0.008 * len(number) * length:
-            low, height = ROWS["compute"]
-            dark = run.look == "backward" and run.subsequence < 0.6 * N
-            ax.text(run.start_s + width / 2, low - run.stage + height / 2, number, ha="center", va="center",
+    """Draws the subsequences' numbers, where there is room: one for layers that follow without a pause."""
+    low, height = ROWS["compute"]
+    computing = (bar for bar in bars if bar.row == "compute" and bar.look != "others")
+    for (stage, _, look, subsequence), run in groupby(computing, key=lambda bar: bar[:4]):
+        first, *_, last = [*run] * 2
+        number, width = str(subsequence), last.end_s - first.start_s
+        if look in ("forward", "backward") and width > 0.008 * len(number) * length:
+            dark = look == "backward" and subsequence < 0.6 * N
+            ax.text(first.start_s + width / 2, low - stage + height / 2, number, ha="center", va="center",
                     fontsize=8, color="white" if dark else "black")
 
 

@@ -145,7 +145,8 @@ class Model(Parameters):
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
         p = self.swap.placement
         meetings = cache(order.meetings)
-        parts = dict[int, torch.Tensor]()  # of `turn`, where other stages compute the other rows
+        # of `turn`, where other stages compute the other rows
+        part_of = cache(lambda i, first, end: of_sequences(self.turn[i], B, first, end).flatten(0, 1))
         for unit, s in self.swap.units.items():
             first, end, i = 0, len(s.x), unit.subsequence
             if guest := p.guest_of.get(i):
@@ -154,9 +155,7 @@ class Model(Parameters):
             s.meetings = meetings(i, *tokens)
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
-                if unit.subsequence not in parts:
-                    parts[unit.subsequence] = of_sequences(s.turn, B, first, end).flatten(0, 1)
-                s.turn = parts[unit.subsequence]
+                s.turn = part_of(i, first, end)
 
     def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
                         streams: Streams | None = None, pin: bool = True) -> None:
