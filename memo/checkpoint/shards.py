@@ -6,13 +6,14 @@ takes the few opcodes that DCP writes, in time and memory proportional to a file
 """
 
 import io
+import os
 import pickle
 from collections import namedtuple
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from struct import unpack, unpack_from
-from typing import BinaryIO, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -187,8 +188,8 @@ def fill(path: Path, tensors: Tensors, pieces: list[Piece]) -> None:
 def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
     """Reads the tensor of a chunk. Errors: pickle.UnpicklingError: there is no fp32 tensor of its sizes."""
     with open(open_file(path / chunk.file), "rb") as file:
-        end, places = chunk.start + chunk.nbytes, zip_places(file, chunk)
-        match parse(read_at(file, places.get("data.pkl", end), MOST_ZIP_BYTES)):
+        end, places = chunk.start + chunk.nbytes, zip_places(file.fileno(), chunk)
+        match parse(os.pread(file.fileno(), MOST_ZIP_BYTES, places.get("data.pkl", end))):
             case Made(kind=("torch._utils", "_rebuild_tensor_v2"), args=(
                     Made(kind="stored", args=("storage", ("torch", "FloatStorage"), key, _, numel)),
                     first, size, strides, *_)) if counts(size) == chunk.sizes:
@@ -206,24 +207,19 @@ def read_chunk(path: Path, chunk: Chunk) -> torch.Tensor:
     return values.as_strided(chunk.sizes, strides, first)
 
 
-def zip_places(file: BinaryIO, chunk: Chunk) -> dict[str, int]:
+def zip_places(descriptor: int, chunk: Chunk) -> dict[str, int]:
     """Finds {name: where its bytes begin} in a chunk's zip, as torch writes it: uncompressed, in one folder,
     with 98 bytes at its end. Errors: pickle.UnpicklingError: it is another file."""
-    end, *_, nbytes, at = unpack("<4sQHHIIQQQQ", read_at(file, chunk.start + chunk.nbytes - 98, 56))
+    end, *_, nbytes, at = unpack("<4sQHHIIQQQQ", os.pread(descriptor, 56, chunk.start + chunk.nbytes - 98))
     if end != b"PK\6\6" or nbytes > MOST_ZIP_BYTES:
         raise pickle.UnpicklingError("it is no zip of torch")
-    directory, places, i = read_at(file, chunk.start + at, nbytes), {}, 0
+    directory, places, i = os.pread(descriptor, nbytes, chunk.start + at), {}, 0
     while i < len(directory):
         packed, n, extra, comment, header = unpack_from("<10xH16xHHH8xI", directory, i)
         if packed:
             raise pickle.UnpicklingError("it must not be compressed")
-        before = sum(unpack_from("<26xHH", read_at(file, chunk.start + header, 30)))
+        before = sum(unpack_from("<26xHH", os.pread(descriptor, 30, chunk.start + header)))
         name = directory[i + 46:i + 46 + n].decode()
         places[name.partition("/")[2]] = chunk.start + header + 30 + before
         i += 46 + n + extra + comment
     return places
-
-
-def read_at(file: BinaryIO, start: int, nbytes: int) -> bytes:
-    file.seek(start)
-    return file.read(nbytes)

@@ -21,7 +21,7 @@ class Config(Settings):
     def __post_init__(self) -> None:
         for name, f in KEYS.items():
             check_value(f, getattr(self, name))
-        if (broken := next(broken_rules(self), None)) is not None:
+        for broken in broken_rules(self):
             raise ConfigError(broken)
 
 

@@ -29,10 +29,6 @@ class Layout(Config):
     stage: int = 0
     shares: Shares = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert "auto" not in (self.pp, self.subsequences, self.states)
-
     @classmethod
     def of(cls, config: Config, **decided: Value) -> Self:
         """Lays out `config` with keys `decided`; else stage 0 of 1, 1 subsequence, states on the device."""

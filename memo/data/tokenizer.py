@@ -171,18 +171,6 @@ def try_out(path: str) -> None:
         print(e)
 
 
-def check_work(path: Path) -> None:
-    """Reads the tokenizer at `path` in a process of its own. Errors: ValueError: not within bounds."""
-    done = subprocess.run(files.command_of("memo.data.tokenizer", "try_out", str(path)),
-                          stdin=subprocess.DEVNULL,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
-        raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
-                         f"{TRIAL_BYTES >> 30} GiB of memory")
-    if done.returncode:
-        raise ValueError(f"the process that tries it out ends with {done.stderr.strip().splitlines()[-1:]}")
-
-
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
     """Makes a ConfigError of what the library raises: bare Exceptions, panics of a class of their own."""
@@ -196,10 +184,18 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def find_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Reads the tokenizer of a file or folder, in any form; None where there is none. Errors: ConfigError."""
+    """Reads the tokenizer of a file or folder, in any form; None where there is none. A process of its own
+    reads it first, within bounds. Errors: ConfigError."""
     file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
     with refusing(f"tokenizer={file} cannot be read"), no_stderr():
-        check_work(Path(path))
+        done = subprocess.run(files.command_of("memo.data.tokenizer", "try_out", str(path)), text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
+            raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
+                             f"{TRIAL_BYTES >> 30} GiB of memory")
+        if done.returncode:
+            raise ValueError("the process that tries it out ends with "
+                             f"{done.stderr.strip().splitlines()[-1:]}")
         return read_tokenizer(Path(path))
 
 

@@ -339,14 +339,12 @@ const char* memo_reserve(void* handle, int64_t bytes) {
   return nullptr;
 }
 
-// {requests in segments, misses, most bytes in use since the last reset, the arena's bytes, its live blocks,
-// characters recorded and not yet fetched}
+// {requests in segments, misses, most bytes in use since the last reset, the arena's bytes, its live blocks}
 void memo_stats(void* handle, int reset_peak, int64_t* out) {
   Arena& arena = get(handle);
   std::lock_guard<std::mutex> lock(arena.mutex);
   const int64_t stats[] = {arena.requests, arena.misses, static_cast<int64_t>(arena.peak_bytes),
-                           static_cast<int64_t>(arena.bytes), static_cast<int64_t>(arena.live.size()),
-                           static_cast<int64_t>(arena.log.size())};
+                           static_cast<int64_t>(arena.bytes), static_cast<int64_t>(arena.live.size())};
   std::copy(std::begin(stats), std::end(stats), out);
   if (reset_peak) arena.peak_bytes = 0;
 }

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")
 BROKEN = OSError, ValueError, AttributeError  # what opening a library may raise
 Planned = namedtuple("Planned", "trace plan")
-Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks log_chars")
+Stats = namedtuple("Stats", "requests misses peak_bytes arena_bytes live_blocks")
 
 
 def open_library(path: Path) -> ctypes.CDLL:
@@ -113,7 +113,7 @@ class NoArena:
     close = settle
 
     def stats(self, reset_peak: bool = False) -> Stats:
-        return Stats(0, 0, None, 0, 0, 0)
+        return Stats(0, 0, None, 0, 0)
 
 
 class Arena:
@@ -170,10 +170,10 @@ class Arena:
         """Plans, between two steps, what the last recorded, and warns of misses -> is a plan new?"""
         for line in self.lib.memo_take(self.handle, True).decode().splitlines():
             print(f"warning: memory plan: {line}; torch serves what the plan does not have", file=sys.stderr)
-        if not self.stats().log_chars:
-            return False
         try:
-            self.replay(self.recorded())
+            if not (trace := self.recorded()).events:
+                return False
+            self.replay(trace)
         except (ConfigError, Unusable) as e:
             print(f"warning: memory plan: {e}; torch serves these segments", file=sys.stderr)
             return False
