@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from memo.config.keys import number_of, shown
-from memo.dsa.problem import MOST_BYTES, Buffer, DsaError, NoPlacement, Problem, Solution, add_options, solve
+from memo.dsa.problem import MOST_BYTES, Buffer, NoPlacement, Problem, Solution, add_options, solve
 from memo.errors import ConfigError, reason
 from memo.system.command import Arguments, end_with_reader, progress, run
 from memo.system.files import check_other, read_table, save_bytes
@@ -22,45 +22,67 @@ OLD_COLUMNS = {"buffer": "id", "start": "lower", "end": "upper"}
 
 
 def read_csv(path: str | Path, capacity: int | None = None, alignment: int = 1) -> Problem:
-    """Reads a Problem from a CSV file like minimalloc's. Errors: DsaError, with the line."""
+    """Reads a Problem from a CSV file like minimalloc's. Errors: with the line."""
     try:
         lines = read_table(path).split("\n")  # other signs that end lines have no place in a table
     except (OSError, ValueError) as error:
-        raise DsaError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}); give a CSV file") from None
     names = [OLD_COLUMNS.get(name.strip(), name.strip()) for name in lines[0].split(",")]
     for column in COLUMNS:
         if column not in names:
             what = f"column {column!r} is missing" if any(names) else "is empty"
-            raise DsaError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
-    buffers, numbers, rows = [], [], csv.reader(lines[1:])
+            raise ConfigError(f"{path}:1: {what}; the first line must name {','.join(COLUMNS)}")
+    buffers, where, rows = list[Buffer](), list[str](), csv.reader(lines[1:])
     try:
         for row in filter(None, rows):
-            numbers.append(rows.line_num + 1)
-            buffers.append(read_row(row, names, f"{path}:{numbers[-1]}"))
+            where.append(f"{path}:{rows.line_num + 1}")
+            buffers.append(read_row(row, names, where[-1]))
     except csv.Error as error:
-        raise DsaError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
+        raise ConfigError(f"{path}:{rows.line_num + 1}: {error}; give plain numbers") from None
     if not buffers:
-        raise DsaError(f"{path}:2: there must be at least one buffer below the first line")
-    try:
-        return Problem(tuple(buffers), capacity, alignment)
-    except DsaError as error:
-        where = str(path) if error.buffer is None else f"{path}:{numbers[error.buffer]}"
-        raise DsaError(f"{where}: {error}", error.buffer) from None
+        raise ConfigError(f"{path}:2: there must be at least one buffer below the first line")
+    problem = Problem(tuple(buffers), capacity, alignment)
+    check_rules(problem, where)
+    return problem
+
+
+def check_rules(problem: Problem, where: list[str]) -> None:
+    """Raises ConfigError at the place in the file, `where`, of a buffer that breaks a rule."""
+    buffers, first, total = problem.buffers, dict[str, int](), 0
+    for i, (b, at) in enumerate(zip(buffers, where, strict=True)):
+        if b.lower >= b.upper:
+            raise ConfigError(f"{at}: lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is "
+                              f"exclusive); buffer {b.id!r} is never alive, leave it out")
+        if b.size < 1:
+            raise ConfigError(f"{at}: size={shown(b.size)} of buffer {b.id!r} must be at least 1 byte; leave "
+                              "empty buffers out")
+        total += problem.rounded(i)
+        if total > MOST_BYTES:
+            raise ConfigError(f"{at}: size={shown(b.size)} of buffer {b.id!r}: all sizes so far must add up "
+                              f"to at most {MOST_BYTES} (the solvers count in 63 bits); give them in larger "
+                              "units")
+        if first.setdefault(b.id, i) != i:
+            raise ConfigError(f"{at}: id={b.id!r} must be unique; it is also buffer number "
+                              f"{first[b.id] + 1}, rename one")
+    i = max(range(len(buffers)), key=lambda i: buffers[i].size)
+    if problem.capacity is not None and problem.capacity < problem.rounded(i):
+        raise ConfigError(f"{where[i]}: size={problem.rounded(i)} of buffer {buffers[i].id!r} must be at "
+                          f"most capacity={problem.capacity}; raise the capacity")
 
 
 def read_row(row: list[str], names: list[str], where: str) -> Buffer:
-    """Reads the Buffer in a row that has these columns. Errors: DsaError."""
+    """Reads the Buffer in a row that has these columns. Errors: ConfigError."""
     if len(row) != len(names):
-        raise DsaError(f"{where}: {len(row)} fields must be {len(names)}, as in the first line")
+        raise ConfigError(f"{where}: {len(row)} fields must be {len(names)}, as in the first line")
     id, *texts = (row[names.index(column)].strip(" \t") for column in COLUMNS)
     if not id.isprintable():
-        raise DsaError(f"{where}: id={id!r:.100} must be printable")
+        raise ConfigError(f"{where}: id={id!r:.100} must be printable")
     numbers = []
     for column, text in zip(COLUMNS[1:], texts, strict=True):
         try:
             numbers.append(number_of(text))
         except ValueError:
-            raise DsaError(f"{where}: {column}={shown(text)} must be a whole number") from None
+            raise ConfigError(f"{where}: {column}={shown(text)} must be a whole number") from None
     return Buffer(id, *numbers)
 
 

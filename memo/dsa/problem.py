@@ -11,21 +11,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-from memo.config.keys import shown
 from memo.dsa import solvers
-from memo.errors import ConfigError
 from memo.system.command import Arguments
 
 SOLVERS = tuple(solvers.METHODS)
 MOST_BYTES = 2**60  # of all buffers together
-
-
-class DsaError(ConfigError):
-    """Tells of the user's mistake, in one line. `buffer`: the index of the buffer that breaks the rule."""
-
-    def __init__(self, message: str, buffer: int | None = None) -> None:
-        super().__init__(message)
-        self.buffer = buffer
 
 
 class NoPlacement(RuntimeError):
@@ -53,36 +43,11 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds what is to be placed. Errors: DsaError: see the rules."""
+    """Holds what is to be placed. check_rules() in memo/dsa/__main__.py has the rules that buffers obey."""
 
     buffers: tuple[Buffer, ...]
     capacity: int | None = None  # bytes
     alignment: int = 1  # offsets are multiples of it; sizes are rounded up to that, and so are peaks
-
-    def __post_init__(self) -> None:
-        if self.alignment < 1:
-            raise DsaError(f"alignment={self.alignment} must be at least 1 byte")
-        first: dict[str, int] = {}
-        total = 0
-        for i, b in enumerate(self.buffers):
-            if b.lower >= b.upper:
-                raise DsaError(f"lower={shown(b.lower)} must be below upper={shown(b.upper)} (upper is "
-                               f"exclusive); buffer {b.id!r} is never alive, leave it out", i)
-            if b.size < 1:
-                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r} must be at least 1 byte; leave "
-                               "empty buffers out", i)
-            total += self.rounded(i)
-            if total > MOST_BYTES:
-                raise DsaError(f"size={shown(b.size)} of buffer {b.id!r}: all sizes so far must add up to at "
-                               f"most {MOST_BYTES} (the solvers count in 63 bits); give them in larger "
-                               "units", i)
-            if first.setdefault(b.id, i) != i:
-                raise DsaError(f"id={b.id!r} must be unique; it is also buffer number {first[b.id] + 1}, "
-                               "rename one", i)
-        largest = max(range(len(self.buffers)), key=lambda i: self.buffers[i].size, default=None)
-        if self.capacity is not None and largest is not None and self.capacity < self.rounded(largest):
-            raise DsaError(f"size={self.rounded(largest)} of buffer {self.buffers[largest].id!r} must be at "
-                           f"most capacity={self.capacity}; raise the capacity", largest)
 
     def rounded(self, i: int) -> int:
         """Counts the bytes that buffer i takes up."""
@@ -151,10 +116,6 @@ def validate(problem: Problem, solution: Solution) -> None:
 def solve(problem: Problem, solver: str = "auto", time_limit: float = 60.0, enough: int = 0) -> Solution:
     """Finds the best Solution of `solver` in `time_limit` seconds of work, validated, never worse than
     greedy's: the least peak, or `enough` bytes; with a capacity the first that fits, or NoPlacement."""
-    if solver not in SOLVERS:
-        raise DsaError(f"solver={solver!r} must be one of {', '.join(SOLVERS)}")
-    if not time_limit >= 0:
-        raise DsaError(f"time_limit={time_limit} must be a number of seconds >= 0")
     start, unit, decide = time.monotonic(), _unit(problem), problem.capacity is not None  # fit, or least peak
     parts = sorted(_parts(problem), key=lambda entry: -entry[0].load)
     bound = max((part.load for part, _ in parts), default=0)

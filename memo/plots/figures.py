@@ -213,11 +213,9 @@ def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
 
 
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
-    """Draws a step's tensors, address against time, where the Plan puts them, and below where `others` do, on
-    the same scale, up to 4 times as high. Errors: ValueError: the plan has no tensors."""
+    """Draws a step's tensors, of which there are some, address against time, where the Plan puts them, and
+    below where `others` do, on the same scale, up to 4 times as high."""
     tensors = planned_rectangles(trace, plan)
-    if not tensors:
-        raise ValueError("trace must request at least one tensor that a plan may have")
     spans = [(label, *span) for label, span in requests_of(trace)[1].items() if span[0] < span[1]]
     labels, begins = [label for label, *_ in spans], [*(lower for _, lower, _ in spans), spans[-1][2]]
     arena = [Rectangle(begins[0], begins[-1], 0, plan.arena_bytes, "reserved")]
