@@ -363,7 +363,7 @@ def test_an_expression_is_tried_on_runs_and_its_failure_is_one_line(tmp_path, mo
     with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read \(Onig: Regex search error"):
         load_tokenizer(tmp_path)
     monkeypatch.setattr(tokenizer, "RUNS", "")  # what no trial meets
-    slow_one = load_tokenizer(tmp_path)
+    slow_one = tokenizer.read_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot encode 'aaaa.*'\.\.\. \(Onig"):
         tokenizer.encode_text(slow_one, "a" * 1000)
     with pytest.raises(ConfigError, match=r"cannot encode the source \(Onig"):

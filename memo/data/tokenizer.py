@@ -4,7 +4,6 @@ ordinary text, unless parse_special says that they are special."""
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -40,19 +39,6 @@ class OtherForm(ConfigError):
 
 
 # --- reading ---
-
-@contextmanager
-def no_stderr() -> Iterator[None]:
-    """Closes stderr meanwhile: of some errors the library prints more than it raises."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
 
 def byte_level(model: models.BPE, prefix_space: bool = False) -> Tokenizer:
     """Makes a tokenizer like GPT-2's: bytes, cut into words, decoded without loss."""
@@ -161,14 +147,16 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def try_out(path: str) -> None:
-    """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends."""
+    """Reads a tokenizer within TRIAL_S and TRIAL_BYTES: else this process, which does nothing else, ends.
+    Prints what the library raises, in JSON. A panic writes more than that to stderr, which nobody reads."""
     files.limit_process(0)
     try:
         read_tokenizer(Path(path))
     except MemoryError:
         raise
-    except BaseException as e:  # whoever waits for this process meets it too
-        print(e)
+    except BaseException as e:
+        if not isinstance(e, ConfigError):  # whoever waits for this process meets that too
+            print(json.dumps(reason(e)))
 
 
 @contextmanager
@@ -187,15 +175,17 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
     """Reads the tokenizer of a file or folder, in any form; None where there is none. A process of its own
     reads it first, within bounds. Errors: ConfigError."""
     file = Path(path, TOKENIZER) if Path(path, TOKENIZER).is_file() else path
-    with refusing(f"tokenizer={file} cannot be read"), no_stderr():
-        done = subprocess.run(files.command_of("memo.data.tokenizer", "try_out", str(path)), text=True,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with refusing(f"tokenizer={file} cannot be read"):
+        done = subprocess.run(files.command_of("memo.data.tokenizer", "try_out", str(path)),
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
             raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                              f"{TRIAL_BYTES >> 30} GiB of memory")
         if done.returncode:
             raise ValueError("the process that tries it out ends with "
                              f"{done.stderr.strip().splitlines()[-1:]}")
+        if done.stdout:
+            raise ValueError(json.loads(done.stdout))
         return read_tokenizer(Path(path))
 
 

@@ -201,8 +201,7 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json
     part = scaling.pop("partial_rotary_factor", 1.0)
     if part != 1.0:
         raise ConfigError(f"{path}: partial_rotary_factor={part!r:.100} must be 1.0, memo has nothing else")
-    kind = scaling.pop("type", None)
-    kind = scaling.setdefault("rope_type", kind or "default")
+    kind = scaling.setdefault("rope_type", scaling.pop("type", None) or "default")
     if kind in ("llama3", "yarn"):  # transformers looks for the length of before in three places
         outside = hf.get("original_max_position_embeddings")
         original = scaling.setdefault("original_max_position_embeddings", outside or S)
