@@ -103,7 +103,7 @@ def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
         if indexed:
             raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
     wanted = {w.there: w for w in weights_of(cfg)}
-    wte = weights_of(cfg)[0].there
+    wte = next(iter(wanted))
     if cfg.tie_embeddings and wte not in stored and HEAD in stored:  # one matrix, stored under its other name
         stored[wte] = stored.pop(HEAD)
     for name in sorted(stored):
