@@ -70,16 +70,6 @@ def helped_units(stages: int, subsequences: int) -> dict[tuple[int, int], list[i
             if 0 <= slot - x < stages and (idle := helpers(slot - x, x, stages, subsequences))}
 
 
-def piece_ends(flops: Callable[[int], float], rows: int, multiple: int, parts: Sequence[float]) -> list[int]:
-    """Finds where a unit's pieces end, as near as multiples allow to their `parts` of flops(rows)."""
-    every, ends, wanted = range(0, rows, multiple), list[int](), 0.0
-    for part in parts[:-1]:
-        wanted += part * flops(rows)
-        k = bisect_left(every, wanted, key=flops)  # the first that has as many
-        ends.append(min(every[max(0, k - 1):k + 1], key=lambda n: abs(flops(n) - wanted)))
-    return [*ends, rows]
-
-
 def even_parts(stages: int, subsequences: int, helping: Helping = helpers) -> Parts:
     """Computes the Parts with which a home and its helpers compute as long; `helping` says who helps."""
     units = {unit: helping(*unit, stages, subsequences) for unit in helped_units(stages, subsequences)}
@@ -90,11 +80,16 @@ def even_parts(stages: int, subsequences: int, helping: Helping = helpers) -> Pa
 
 def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
               flops: Callable[[int, int], float], parts: Parts) -> Shares:
-    """Cuts subsequences of `cuts` rows, of stages with so many `layers`, into pieces of multiples of
-    `multiple` rows. flops(x, n): of the first n rows of subsequence x."""
+    """Cuts subsequences of `cuts` rows, of stages with so many `layers`, into pieces that end as near to
+    their `parts` as multiples of `multiple` rows allow. flops(x, n): of the first n rows of subsequence x."""
     pieces = list[Help]()
     for (stage, x), those in parts.items():
-        ends = piece_ends(partial(flops, x), cuts[x], multiple, [1 - sum(those.values()), *those.values()])
+        every, ends, wanted = range(0, cuts[x], multiple), list[int](), 0.0
+        for part in [1 - sum(those.values()), *those.values()][:-1]:
+            wanted += part * flops(x, cuts[x])
+            k = bisect_left(every, wanted, key=partial(flops, x))  # the first that has as many
+            ends.append(min(every[max(0, k - 1):k + 1], key=lambda n: abs(flops(x, n) - wanted)))
+        ends.append(cuts[x])
         pieces += [Help(stage, x, helper, first, end, layers[stage],
                         (flops(x, end) - flops(x, first)) / flops(x, cuts[x]))
                    for helper, first, end in zip(those, ends, ends[1:], strict=False) if 0 < first < end]

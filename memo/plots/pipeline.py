@@ -43,14 +43,6 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
     return bars
 
 
-def colour_of(bar: Bar, shades: Sequence[Colour]) -> str | Colour:
-    """Picks a bar's colour. `shades`: of each subsequence."""
-    if bar.look in ("stall", "others"):
-        return RED if bar.look == "stall" else GREY
-    shade = shades[bar.subsequence]
-    return tuple(1 - 0.45 * (1 - c) for c in shade) if bar.look == "forward" else shade
-
-
 def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
     """Draws a thin line for each message, from when it is sent to when it is there."""
     lines = []
@@ -64,12 +56,13 @@ def draw_messages(ax: Drawn, stages: Sequence[Sequence[Span]]) -> None:
 
 
 def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
-    """Draws all rectangles, those of a look and colour as one collection."""
+    """Draws all rectangles, those of a look and colour as one collection. `shades`: of each subsequence."""
     alike = defaultdict[tuple, list](list)
     for bar in bars:
-        low, height = ROWS[bar.row]
+        (low, height), shade = ROWS[bar.row], shades[bar.subsequence]
         box = bar.start_s, bar.end_s, low - bar.stage, low - bar.stage + height
-        alike[colour_of(bar, shades), "////" if bar.look == "recompute" else None].append(box)
+        colours = dict(stall=RED, others=GREY, forward=tuple(1 - 0.45 * (1 - c) for c in shade))
+        alike[colours.get(bar.look, shade), "////" if bar.look == "recompute" else None].append(box)
     for (colour, hatch), boxes in alike.items():
         edge = "white" if hatch else colour  # a hatch has the colour of the edge
         draw_boxes(ax, boxes, facecolors=[colour], edgecolors=[edge], hatch=hatch, linewidths=0.2)

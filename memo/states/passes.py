@@ -247,7 +247,8 @@ class Model(Parameters):
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
-        block = self.block_of(step.unit)
+        helps = swap.lending if i in swap.placement.guest_of else None
+        block = self.guest_blocks[helps.turn[step.unit]] if helps else self.gpt.blocks[layer]
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
@@ -272,12 +273,6 @@ class Model(Parameters):
                 return f"embedding backward{alone}", self.gpt.edges.embed_backward, self.tokens[i], (
                     self.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")
-
-    def block_of(self, unit: Unit) -> LayerBlock:
-        if unit.subsequence not in self.swap.placement.guest_of:
-            return self.gpt.blocks[unit.layer]
-        assert self.swap.lending is not None  # it has the places of guests
-        return self.guest_blocks[self.swap.lending.turn[unit]]
 
     def zeroed(self, unit: Unit) -> list[torch.Tensor]:
         """Lists what is to be 0 before the backward of a unit, which adds to it."""
