@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.config.layout import Layout
 from memo.config.rope import parse_scaling, scaled
-from memo.huggingface.huggingface import FAMILIES, family_of, model_keys, weights_of
-from memo.huggingface.weights import HfWeights, alike
+from memo.huggingface.huggingface import FAMILIES, family_of, model_keys
+from memo.huggingface.weights import HfWeights, alike, weights_of
 from memo.verify import reference
 from memo.verify.reference import Reference, attend, loss_and_gradients, rotary_frequencies
 from tests.helpers import CPU, LLAMA, perturbed_weights, random_batch

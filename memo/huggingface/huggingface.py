@@ -1,6 +1,6 @@
-"""Families of models in Hugging Face's format: config.json <-> memo's keys, and their weights' names, shapes
-and places. A field of a config.json is translated, or has a value that memo has, or leaves the model as it
-is; any other is an error. A missing one is as transformers 5.23 has it. Without torch."""
+"""Families of models in Hugging Face's format: config.json <-> memo's keys, and their weights' names. A
+field of a config.json is translated, or has a value that memo has, or leaves the model as it is; any other is
+an error. A missing one is as transformers 5.23 has it. Without torch."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memo.config.config import Config
-from memo.config.layout import Layout
 from memo.config.rope import SCALINGS, checked_scaling, parse_scaling
 from memo.errors import ConfigError, warn
-from memo.memory.flat import model_parameters
 from memo.system.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open_file, own_folder, save_bytes
 
 CONFIG = "config.json"
@@ -298,38 +296,3 @@ def save_own_files(files: Mapping[str, bytes], folder: Path, within: str = "") -
         for part in reversed(path.parents[:-1]):
             own_folder(folder / part)
         save_bytes(data, folder / path)
-
-
-# --- weights ---
-
-@dataclass(frozen=True)
-class Weight:
-    """Places memo's parameter `name` in transformers' tensor `there` of `shape`."""
-
-    name: str
-    there: str
-    shape: tuple[int, ...]
-    first: int = 0  # row, or if transposed column
-    transposed: bool = False  # to (in, out)
-    D: int = 0  # elements of its heads, where these rotate
-
-
-ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate
-
-
-def weights_of(cfg: Config) -> list[Weight]:
-    """Lists the Weights of all stages. GPT-2 has all biases, one matrix of q, k and v, linears (in, out)."""
-    family, C, weights = FAMILIES[family_of(cfg)], cfg.n_embd, []
-    for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
-        layer, _, last = name.rpartition(".")
-        base = last.removesuffix("_w").removesuffix("_b")
-        within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
-        place = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
-        shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
-        if family is not GPT2 or not layer:
-            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0))
-        else:
-            first = {"q": 0, "k": C, "v": 2 * C}.get(base)
-            full = shape if first is None else (3 * C, *shape[1:])
-            weights.append(Weight(name, place, full[::-1], first or 0, len(shape) == 2))
-    return weights

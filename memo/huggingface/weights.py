@@ -19,7 +19,7 @@ from memo.config.config import Config
 from memo.config.layout import Layout
 from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
 from memo.errors import ConfigError, DataError, elsewhere, reason
-from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, Weight, family_of, weights_of
+from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, GPT2, family_of
 from memo.memory.flat import model_parameters
 from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, reading, replacing, save_json
 
@@ -30,7 +30,38 @@ AGAIN = "download the folder again"
 DAMAGED = OSError, RuntimeError, MemoryError, SafetensorError  # what reading a file may raise
 SHARD_BYTES = 5 * 10**9
 COMPARED_ROWS = 2**12  # at once
+ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Places memo's parameter `name` in transformers' tensor `there` of `shape`."""
+
+    name: str
+    there: str
+    shape: tuple[int, ...]
+    first: int = 0  # row, or if transposed column
+    transposed: bool = False  # to (in, out)
+    D: int = 0  # elements of its heads, where these rotate
+
+
+def weights_of(cfg: Config) -> list[Weight]:
+    """Lists the Weights of all stages. GPT-2 has all biases, one matrix of q, k and v, linears (in, out)."""
+    family, C, weights = FAMILIES[family_of(cfg)], cfg.n_embd, []
+    for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
+        layer, _, last = name.rpartition(".")
+        base = last.removesuffix("_w").removesuffix("_b")
+        within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
+        place = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
+        shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
+        if family is not GPT2 or not layer:
+            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0))
+        else:
+            first = {"q": 0, "k": C, "v": 2 * C}.get(base)
+            full = shape if first is None else (3 * C, *shape[1:])
+            weights.append(Weight(name, place, full[::-1], first or 0, len(shape) == 2))
+    return weights
 
 
 def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from memo.dsa.problem import add_options
 from memo.errors import ConfigError
-from memo.planner.plan import Plan, plan_trace
-from memo.planner.trace import Trace, parse_trace, requests_of
+from memo.planner.plan import plan_trace
+from memo.planner.trace import parse_trace, requests_of
 from memo.system.command import Arguments, end_with_reader, progress, run
 from memo.system.files import check_other, read_table, reading, save_json
 
@@ -20,15 +20,6 @@ def read_argv(argv: list[str]) -> Namespace:
     add_options(parser, 512, " for each problem")
     parser.add_argument("--one_level", action="store_true", help="solve all requests at once")
     return parser.parse_args(argv)
-
-
-def record(plan: Plan, trace: Trace) -> dict[str, object]:
-    """Makes the plan's JSON: its fields, and for each request of a segment (tensor, bytes, offset)."""
-    names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
-             for label, its in trace.segments.items()}
-    return asdict(plan) | dict(segments={
-        label: [(name, *place) for name, place in zip(names[label], places, strict=True)]
-        for label, places in plan.segments.items()})
 
 
 def main(argv: list[str]) -> None:
@@ -44,8 +35,12 @@ def main(argv: list[str]) -> None:
     n, limit = len(trace.events), args.time_limit
     with progress(lambda: f"planning {n:,} requests, --time_limit={limit:g} for each problem"):
         plan = plan_trace(trace, args.solver, args.alignment, limit, args.one_level)
+    names = {label: [name for verb, name, _ in its if verb in ("malloc", "keep")]
+             for label, its in trace.segments.items()}
+    requests = {label: [(name, *place) for name, place in zip(names[label], places, strict=True)]
+                for label, places in plan.segments.items()}  # (tensor, bytes, offset)
     try:
-        save_json(record(plan, trace), args.output)
+        save_json(asdict(plan) | dict(segments=requests), args.output)
     except OSError as e:
         raise ConfigError(f"{args.output} cannot be written ({e.strerror}); choose another -o") from None
     for row in plan.levels:
