@@ -186,30 +186,25 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def fill(ax: Drawn, rectangles: Sequence[Rectangle], colour: str, unit: int, linewidth: float,
-         edge: str) -> None:
-    boxes = [(r.start, r.stop, r.offset / unit, (r.offset + r.bytes) / unit) for r in rectangles]
+def fill(ax: Drawn, rectangles: Sequence[Rectangle], begins: Sequence[int], colour: str, unit: int,
+         linewidth: float, edge: str) -> None:
+    """Draws rectangles, from segment to segment. `begins`: each segment's first request, and the end."""
+    starts, stops = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
+                     for end in ("start", "stop"))
+    boxes = [(left, right, r.offset / unit, (r.offset + r.bytes) / unit)
+             for r, left, right in zip(rectangles, starts, stops, strict=True) if right > left]
     thin, low = ax.get_xlim()[1] / 400, ax.get_ylim()[1] / 100  # an edge would hide it
     edges = [edge if right - left > thin and top - bottom > low else colour
              for left, right, bottom, top in boxes]
     draw_boxes(ax, boxes, facecolors=colour, edgecolors=edges, linewidths=linewidth)
 
 
-def on_segments(rectangles: Sequence[Rectangle], begins: Sequence[int]) -> list[Rectangle]:
-    """Converts rectangles' request numbers to segments'. `begins`: each one's first request, and the end."""
-    at, to = (np.interp([getattr(r, end) for r in rectangles], begins, range(len(begins)))
-              for end in ("start", "stop"))
-    return [r._replace(start=a, stop=b) for r, a, b in zip(rectangles, at, to, strict=True) if b > a]
-
-
 def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
     """Draws a tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
     kinds = [segment_kind(label) for label in labels]
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind in TICKS]
-    ax.set(xlabel="segments of the step, each as wide as the others", xticks=firsts,
-           xticklabels=[labels[i].rpartition("/")[2] for i in firsts])
-    for tick in ax.get_xticklabels():
-        tick.set_horizontalalignment("left")
+    ax.set_xticks(firsts, [labels[i].rpartition("/")[2] for i in firsts], ha="left")
+    ax.set(xlabel="segments of the step, each as wide as the others")
 
 
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
@@ -237,10 +232,10 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *oth
         for (ax,), (rectangles, reserved, head), top in zip(axes, panels, tops, strict=True):
             ax.set(ylabel=f"address ({name})", xlim=(0, len(begins) - 1), ylim=(0, top))
             ax.set_title(head, loc="left", fontsize=11)
-            fill(ax, on_segments(reserved, begins), HOLE, unit, 0.4, GREY)
+            fill(ax, reserved, begins, HOLE, unit, 0.4, GREY)
             for k, colour in colours.items():
-                these = [r for r in on_segments(rectangles, begins) if r.kind == k]
-                fill(ax, these, colour, unit, min(0.4, 20 / len(begins)), "white")
+                these = [r for r in rectangles if r.kind == k]
+                fill(ax, these, begins, colour, unit, min(0.4, 20 / len(begins)), "white")
             for nbytes, line in lines:
                 ax.axhline(nbytes / unit, **line)
             if heights[0] == tops[0]:
