@@ -9,7 +9,6 @@ from typing import NamedTuple
 from memo.plots.figures import GREY, RED, Drawn, draw_boxes, patch, picture, pyplot
 from memo.schedule.spans import Span, busy_s, length_s, sent_and_received, stall_s
 
-COPIES = "offload", "prefetch"
 # of a stage's place in the picture: the rows' lower ends and heights, from its upper end
 ROWS = {"compute": (-0.6, 0.6), "offload": (-0.75, 0.12), "prefetch": (-0.91, 0.12)}
 LINE = "#5a5f68"
@@ -21,8 +20,8 @@ Colour = tuple[float, ...]  # RGB
 class Bar(NamedTuple):
     """Describes a rectangle of the picture."""
 
-    stage: int
-    row: str
+    low: float
+    high: float
     look: str  # forward, backward, recompute, copy, others or stall
     subsequence: int
     start_s: float
@@ -38,8 +37,9 @@ def bars_of(stage: int, spans: Sequence[Span], N: int) -> list[Bar]:
         work, _, unit = s.label.rpartition(" ")
         number = unit.rpartition(".")[2]
         subsequence = int(number) % N if "." in unit and number.isdecimal() else 0
-        look = "stall" if s.kind == "wait" else "copy" if s.stream in COPIES else LOOKS.get(work, "others")
-        bars.append(Bar(stage, s.stream, look, subsequence, s.start_s, s.end_s))
+        look = "stall" if s.kind == "wait" else "copy" if s.stream != "compute" else LOOKS.get(work, "others")
+        low, height = ROWS[s.stream]
+        bars.append(Bar(low - stage, low - stage + height, look, subsequence, s.start_s, s.end_s))
     return bars
 
 
@@ -59,10 +59,9 @@ def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
     """Draws all rectangles, those of a look and colour as one collection. `shades`: of each subsequence."""
     alike = defaultdict[tuple, list](list)
     for bar in bars:
-        (low, height), shade = ROWS[bar.row], shades[bar.subsequence]
-        box = bar.start_s, bar.end_s, low - bar.stage, low - bar.stage + height
+        shade, hatch = shades[bar.subsequence], "////" if bar.look == "recompute" else None
         colours = dict(stall=RED, others=GREY, forward=tuple(1 - 0.45 * (1 - c) for c in shade))
-        alike[colours.get(bar.look, shade), "////" if bar.look == "recompute" else None].append(box)
+        alike[colours.get(bar.look, shade), hatch].append((bar.start_s, bar.end_s, bar.low, bar.high))
     for (colour, hatch), boxes in alike.items():
         edge = "white" if hatch else colour  # a hatch has the colour of the edge
         draw_boxes(ax, boxes, facecolors=[colour], edgecolors=[edge], hatch=hatch, linewidths=0.2)
@@ -70,14 +69,13 @@ def draw_bars(ax: Drawn, bars: Sequence[Bar], shades: Sequence[Colour]) -> None:
 
 def draw_numbers(ax: Drawn, bars: Sequence[Bar], length: float, N: int) -> None:
     """Draws the subsequences' numbers, where there is room: one for layers that follow without a pause."""
-    low, height = ROWS["compute"]
-    computing = (bar for bar in bars if bar.row == "compute" and bar.look != "others")
-    for (stage, _, look, subsequence), run in groupby(computing, key=lambda bar: bar[:4]):
+    computing = (bar for bar in bars if bar.look not in ("copy", "others"))
+    for (low, high, look, subsequence), run in groupby(computing, key=lambda bar: bar[:4]):
         first, *_, last = [*run] * 2
         number, width = str(subsequence), last.end_s - first.start_s
         if look in ("forward", "backward") and width > 0.008 * len(number) * length:
             dark = look == "backward" and subsequence < 0.6 * N
-            ax.text(first.start_s + width / 2, low - stage + height / 2, number, ha="center", va="center",
+            ax.text(first.start_s + width / 2, (low + high) / 2, number, ha="center", va="center",
                     fontsize=8, color="white" if dark else "black")
 
 
