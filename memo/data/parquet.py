@@ -18,9 +18,8 @@ def parquet_texts(path: Path, column: str) -> Iterator[bytes]:
     with subprocess.Popen(command_of("memo.data.parquet", "send", str(path), column),
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                           env=os.environ | dict(ARROW_DEFAULT_MEMORY_POOL="system")) as reader:
-        assert reader.stdout
         try:
-            for line in reader.stdout:
+            for line in reader.stdout or ():
                 if not line.endswith(b"\n"):  # it ended in its midst
                     break
                 if isinstance(text := json.loads(line), dict):
