@@ -69,18 +69,14 @@ def manifest_text(stored: JsonObject) -> str:
 
 
 def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[Path, JsonObject]:
-    """Finds (folder, manifest) of the newest checkpoint not `passed_over`. Errors: CheckpointError."""
+    """Finds the newest checkpoint not `passed_over` -> its folder and manifest: {format, iter, config, files:
+    {name: [bytes, crc32]}}. Errors: Damaged; CheckpointError."""
     folder = next((f for f in checkpoints(out_dir) if f not in passed_over), None)
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))
     if folder is None:
         raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with "
                               "--init_from=scratch, or see memo.convert")
-    return folder, read_manifest(folder)
-
-
-def read_manifest(folder: Path) -> JsonObject:
-    """Reads {format, iter, config, files: {name: [bytes, crc32]}}. Errors: Damaged; CheckpointError."""
     path = folder / CHECKPOINT_JSON
     try:
         text = read_text(path, MOST_JSON_CHARS)
@@ -106,4 +102,4 @@ def read_manifest(folder: Path) -> JsonObject:
         if not (plain_name(name) and counts):
             raise Damaged(folder, f"{path}: files[{shown(name)}]={shown(sizes)} must be a plain name with "
                                   "bytes and crc32")
-    return stored
+    return folder, stored

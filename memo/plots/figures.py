@@ -199,14 +199,6 @@ def fill(ax: Drawn, rectangles: Sequence[Rectangle], begins: Sequence[int], colo
     draw_boxes(ax, boxes, facecolors=colour, edgecolors=edges, linewidths=linewidth)
 
 
-def name_segments(ax: Drawn, labels: Sequence[str]) -> None:
-    """Draws a tick at the first segment of each kind in TICKS. `labels`: those of the segments."""
-    kinds = [segment_kind(label) for label in labels]
-    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind in TICKS]
-    ax.set_xticks(firsts, [labels[i].rpartition("/")[2] for i in firsts], ha="left")
-    ax.set(xlabel="segments of the step, each as wide as the others")
-
-
 def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *others: Panel) -> None:
     """Draws a step's tensors, of which there are some, address against time, where the Plan puts them, and
     below where `others` do, on the same scale, up to 4 times as high."""
@@ -240,7 +232,10 @@ def memory_plan(trace: Trace, plan: Plan, png_path: str | Path, title: str, *oth
                 ax.axhline(nbytes / unit, **line)
             if heights[0] == tops[0]:
                 ax.yaxis.set_major_locator(plt.FixedLocator(plt.MaxNLocator(8).tick_values(0, max(tops))))
-        name_segments(axes[-1][0], labels)
+        segments = [segment_kind(label) for label in labels]  # the first of some kinds have a tick
+        firsts = [segments.index(kind) for kind in dict.fromkeys(segments) if kind in TICKS]
+        axes[-1][0].set_xticks(firsts, [labels[i].rpartition("/")[2] for i in firsts], ha="left")
+        axes[-1][0].set(xlabel="segments of the step, each as wide as the others")
         handles = [patch(c, label=k) for k, c in {**colours, "reserved, unused": HOLE}.items()]
         handles += [plt.Line2D([], [], **line) for _, line in lines]
         fig.legend(handles=handles, ncols=5, fontsize=9, loc="outside lower center")
