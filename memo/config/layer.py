@@ -71,15 +71,10 @@ class Skeletal:
     made_by: Operation | None = None
     fp8: bool = False
 
-    @property
-    def dtype(self) -> str:
-        """Names the dtype as torch does; empty: that of the run."""
-        return "float8_e4m3fn" if self.fp8 else "" if self.width else "float32"
-
 
 @dataclass(frozen=True)
 class Tensor:
-    """A skeletal tensor of one layer at the shape of a run. `dtype`, `group`: see Skeletal."""
+    """A skeletal tensor of one layer at the shape of a run. `dtype`: as torch names it; empty: the run's."""
 
     nbytes: int
     shape: tuple[int, ...]
@@ -123,10 +118,11 @@ class Layer:
         """Finds {name: Tensor} of B sequences, T tokens of each on a rank of cp; `itemsize` in bytes."""
         tensors, N, sizes = {}, B * T // tp, {"": itemsize, "float32": 4, "float8_e4m3fn": 1}
         for t in self.skeletal:
+            dtype = "float8_e4m3fn" if t.fp8 else "" if t.width else "float32"
             whole_rows = (N, *[tp] * t.split, *[t.width // (tp if t.split else 1)] * (t.width > 0))
             per_head = (B, self.heads // tp, T) if t.split else (B, self.heads, T // tp)
             shape = per_head if t.per_head else whole_rows
-            tensors[t.name] = Tensor(prod(shape) * sizes[t.dtype], shape, t.dtype, t.group)
+            tensors[t.name] = Tensor(prod(shape) * sizes[dtype], shape, dtype, t.group)
         return tensors
 
 
