@@ -328,7 +328,7 @@ def layer_rates(block: LayerBlock, swap: Swap, device: torch.device,
 
 def measured_states(model: Model) -> StateSeconds:
     """Times the steps that move a layer's states, on the slowest of all ranks."""
-    optimizer, k = model.source, 1
+    optimizer, k = model.optimizer, 1
     assert isinstance(optimizer, Optimizer)
     embedding, layer, *_, head = (end - start for start, end in model.buckets)
 

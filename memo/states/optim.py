@@ -101,7 +101,7 @@ class Optimizer:
         elif come:
             numels = sizes[come.start:come.stop]
             self.sums[come.start:come.stop] = torch.zeros(sum(numels), device=device).split(numels)
-        model.source = self
+        model.optimizer = self
         self.find_parts(on_host, model.mesh.weights.size)
         # of the matrix that the first stage and the last one hold: both share it out alike
         self.tied = self.shard_of(model.layout["wte"]) if cfg.ties_stages and "wte" in model.layout else []

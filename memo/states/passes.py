@@ -46,11 +46,10 @@ class LayerBlock(Protocol):
     def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor: ...
 
 
-class Source(Protocol):
-    """Names what brings parameters to the device for each pass."""
+class OptimizerSteps(Protocol):
+    """Names what does a step that moves parameters or gradients: an optimizer."""
 
     def work_of(self, step: Step) -> tuple: ...
-    def bring_weights(self, k: int) -> None: ...
 
 
 class Transformer(Protocol):
@@ -73,27 +72,19 @@ Make = Callable[[Layout, Parameters], Transformer]
 SHARE = 0.8  # of a GPU's free memory, for the parameters of a model that is not trained
 
 
-class HostWeights:
-    """Holds in host memory the parameters that come, of a model not trained. Errors: OutOfHostMemory."""
-
-    def __init__(self, model: Parameters) -> None:
-        self.model, buckets = model, [model.buckets[k] for k in model.coming]
-        begin, end = buckets[0][0], buckets[-1][1]
-        needed, free = model.dtype.itemsize * (end - begin), host_bytes("auto")
-        if needed > free:
-            raise OutOfHostMemory(f"the parameters that come need {needed / 2**30:.4g} GiB of host memory, "
-                                  f"{free / 2**30:.4g} GiB are free; try a larger --tp")
-        self.slab = HostSlab(needed, model.device, model.cfg.pin_memory)
-        flat = self.slab.bytes.view(model.dtype)
-        for k, (start, stop) in zip(model.coming, buckets, strict=True):
-            model.loaded[k] = flat[start - begin:stop - begin]
-
-    def work_of(self, step: Step) -> tuple:
-        """Finds (function, argument) of a step that brings a layer's parameters."""
-        return self.bring_weights, step.unit.layer + 1
-
-    def bring_weights(self, k: int) -> None:
-        self.slab.copy(self.model.bucket_params[k], self.model.loaded[k])
+def place_on_host(model: Parameters) -> HostSlab:
+    """Gives the parameters that come, of a model not trained, host memory. Errors: OutOfHostMemory."""
+    buckets = [model.buckets[k] for k in model.coming]
+    begin, end = buckets[0][0], buckets[-1][1]
+    needed, free = model.dtype.itemsize * (end - begin), host_bytes("auto")
+    if needed > free:
+        raise OutOfHostMemory(f"the parameters that come need {needed / 2**30:.4g} GiB of host memory, "
+                              f"{free / 2**30:.4g} GiB are free; try a larger --tp")
+    slab = HostSlab(needed, model.device, model.cfg.pin_memory)
+    flat = slab.bytes.view(model.dtype)
+    for k, (start, stop) in zip(model.coming, buckets, strict=True):
+        model.loaded[k] = flat[start - begin:stop - begin]
+    return slab
 
 
 class Model(Parameters):
@@ -101,7 +92,7 @@ class Model(Parameters):
 
     B, T, N: sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T. `gpt`: the
     transformer. `shape`: (B, T) for which reserve() has taken memory, `swap`. `arena`: where transient
-    tensors live. `source`: from where parameters come: the optimizer, or without one host memory.
+    tensors live. `optimizer`, or without one `slab`, host memory: from where parameters come.
     `complete`: whether the last backward has sent all gradients away.
     """
 
@@ -113,7 +104,8 @@ class Model(Parameters):
         self.shape = 0, 0
         self.taken: Swap | None = None
         self.complete = False
-        self.source: Source | None = HostWeights(self) if cfg.layers_come and not grads else None
+        self.optimizer: OptimizerSteps | None = None
+        self.slab = place_on_host(self) if cfg.layers_come and not grads else None
         self.arena: Arena | NoArena = NoArena()
 
     @property
@@ -225,8 +217,8 @@ class Model(Parameters):
         if step.is_message:
             return Work(self.swap.label(step), self.exchange, (step,))
         if step.of_states:
-            assert self.source is not None
-            call, *arguments = self.source.work_of(step)
+            k = step.unit.layer + 1
+            call, *arguments = self.optimizer.work_of(step) if self.optimizer else (self.bring, k)
             # what computes has no label: clip and update are in no timeline, where steps are compared
             return Work("" if step.computes else self.swap.label(step), call, (*arguments,))
         if not step.computes:
@@ -307,8 +299,9 @@ class Model(Parameters):
             dx.copy_(s.x.view(dx.shape))
 
     def bring(self, bucket: int) -> None:
-        if bucket in self.coming and self.source is not None:
-            self.source.bring_weights(bucket)
+        """Copies the parameters of a bucket, of a model not trained, to the device, if they come."""
+        if bucket in self.coming and self.slab is not None:
+            self.slab.copy(self.bucket_params[bucket], self.loaded[bucket])
 
 
 def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
