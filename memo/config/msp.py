@@ -96,9 +96,8 @@ def shares_of(layers: Sequence[int], cuts: Sequence[int], multiple: int,
     return with_turns(pieces)
 
 
-def with_turns(pieces: Iterable[Help]) -> Shares:
+def with_turns(pieces: Sequence[Help]) -> Shares:
     """Counts the `turns` and `together` of pieces."""
-    pieces = list(pieces)
     turns = Counter((p.helper, p.stage + p.subsequence) for p in pieces)
     together = Counter((p.stage, p.subsequence) for p in pieces)
     return tuple(p._replace(turns=turns[p.helper, p.stage + p.subsequence],
