@@ -1,5 +1,5 @@
 """The 7B model of the SPPO paper at 524,288 tokens in its layout: four stages, 32 subsequences of equal
-FLOPs, 16 sequences a step; stages compute for each other next to the bubbles (MSP). Source: SPPO 7, Table 4.
+FLOPs; stages compute for each other next to the bubbles (MSP). Source: SPPO 7, Table 4.
 
 Wants 32 x a100-80gb, 22 GB of host memory a node or more, 524,289 tokens of text.
 
@@ -14,7 +14,6 @@ n_head = 32
 n_embd = 4096
 block_size = 524288
 vocab_size = 50257
-gradient_accumulation_steps = 16
 
 tp = 8
 pp = 4

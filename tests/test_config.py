@@ -365,7 +365,7 @@ def test_help_has_every_key_in_its_section(monkeypatch, columns):
 
 def test_every_preset_loads():
     presets = sorted((ROOT / "config").glob("*.py"))
-    assert len(presets) == 12
+    assert len(presets) == 16
     for path in presets:
         load_config([str(path)])
 

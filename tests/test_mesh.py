@@ -102,7 +102,7 @@ def test_layouts_that_do():
     for preset in sorted((ROOT / "config").glob("*.py")):  # each starts on any multiple of its ranks
         cfg = load_config([str(preset)])
         for n in (1, 2, 3, 5, 16):
-            dp = degrees(cfg, n * cfg.tp * cfg.cp)
+            dp = degrees(cfg, n * cfg.pp * cfg.tp * cfg.cp)
             assert dp == n and cfg.micro_batches(dp) % dp == 0
 
 
