@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
 
-from memo.config.config import Config
 from memo.config.layer import INPUT, Tensor, groups_of
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
@@ -202,17 +201,6 @@ class SwapPlan:
     layer_bytes: int  # that the units of a layer send which keep more than x, if there are such units
     host_bytes: int  # of all units
     fits: bool  # False: OOHM, though every unit keeps only x
-
-
-def what_set_it(cfg: Config, plan: SwapPlan, placement: Placement) -> str:
-    """Lists alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
-    if placement.n_swapped <= 0:
-        return f"none: all {placement.what} stay on the device"
-    why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
-    limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
-    least, most = (f"{of(plan.alphas):.2f}" for of in (min, max))
-    spread = f" ({least} to {most})" if least != most else ""
-    return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
 
 
 def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:

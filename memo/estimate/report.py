@@ -7,9 +7,9 @@ import numpy as np
 
 from memo.config.formulas import parameters, percent
 from memo.config.layer import head_groups
-from memo.config.layout import subsequences_line
+from memo.config.layout import Layout, subsequences_line
 from memo.config.msp import shares_lines
-from memo.decide.alpha import what_set_it
+from memo.decide.alpha import SwapPlan
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import Estimate
@@ -17,6 +17,7 @@ from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
 from memo.estimate.search import LONGEST, MULTIPLE, config_with, estimate_or_none, remedies
 from memo.kernels.backends import kernel_of
+from memo.memory.placement import Placement
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
 from memo.plots.pipeline import pipeline
 from memo.system.command import progress
@@ -76,6 +77,17 @@ def table(got: Estimate) -> list[str]:
         lines.append("step        n/a: this machine's speed in this dtype is not known; "
                      "python -m memo.profiler --calibrate")
     return lines
+
+
+def what_set_it(cfg: Layout, plan: SwapPlan, placement: Placement) -> str:
+    """Lists alpha, what set it, and what each limit allows: for the startup's table and the estimate's."""
+    if placement.n_swapped <= 0:
+        return f"none: all {placement.what} stay on the device"
+    why = "given" if not cfg.finds_alpha else f"set by {plan.binds}" if plan.binds else "all of it"
+    limits = ", ".join(f"{name} allows {limit:.2f}" for name, limit in plan.limits.items())
+    least, most = (f"{of(plan.alphas):.2f}" for of in (min, max))
+    spread = f" ({least} to {most})" if least != most else ""
+    return f"{plan.alpha:.3f}{spread}, {why}: {limits}"
 
 
 def stage_lines(got: Estimate) -> list[str]:

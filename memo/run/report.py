@@ -20,9 +20,8 @@ from memo.config.layer import n_rows
 from memo.config.layout import pipeline_line, subsequences_line
 from memo.config.msp import Help, shares_lines
 from memo.data.tokenizer import encode_text, load_tokenizer
-from memo.decide.alpha import what_set_it
 from memo.decide.where import Rates
-from memo.estimate.report import as_dict
+from memo.estimate.report import as_dict, what_set_it
 from memo.huggingface.huggingface import OWN, save_own_files
 from memo.plots.figures import loss_curve, memory_plan, timeline
 from memo.plots.pipeline import pipeline
