@@ -20,7 +20,8 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         for name, f in KEYS.items():
-            check_value(f, getattr(self, name))
+            if (value := getattr(self, name)) is not f.default:  # a search makes thousands of configs
+                check_value(f, value)
         for broken in broken_rules(self):
             raise ConfigError(broken)
 

@@ -172,6 +172,7 @@ def check_streams(cfg: Layout, world: int) -> None:
 ALIGNED = 128  # multiples of what the layout needs
 
 
+@lru_cache(64)
 def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
     """Counts the tokens of each subsequence of S, a multiple of cfg.block_multiple (default: block_size).
     Another length may have fewer, none shorter than 128 * cfg.layout_multiple."""

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import inf
 
 from memo.config.config import Config, as_keys
 from memo.config.keys import Keys, Value
@@ -51,18 +52,25 @@ def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: Ar
 def judge_room(got: Estimate) -> Judged:
     """Judges an Estimate without seconds: whether device and host have room for as little as its mode allows.
     Takes a small part of the time of placing all stages, but on a CPU and where alpha is given."""
-    cfg, found = got.decided, list[Judged]()
+    cfg = got.decided
     if got.machine.cpu or (cfg.activation == "memo" and not cfg.finds_alpha):
         return got.untimed.judged
     states = got.node_bytes([sum(line.host_bytes for line in got.besides[stage.stage_kind].lines)
                              for stage in cfg.every_stage])
     if states > got.host_capacity:
         return Judged(states - got.host_capacity, where="the host")
-    for one in {cfg.every_stage[0], cfg.every_stage[-1]}:
-        room = got.besides[one.stage_kind].room
-        found.append(min(lacking(one, problem_of(one, got.itemsize, None, room, **way), room)
-                         for way in ways_of(one)))
-    return max(found)
+    return max(judge_stage(stage, got.itemsize, got.besides[stage.stage_kind].room)
+               for stage in {cfg.every_stage[0], cfg.every_stage[-1]})
+
+
+def judge_stage(cfg: Layout, itemsize: int, room: Room) -> Judged:
+    """Judges, as judge_room(), a stage in the best of its ways."""
+    best = Judged(inf)
+    for way in sorted(ways_of(cfg), key=lambda way: way.get("keys") == "made"):
+        if not best.lacking or (best.device_alone and way.get("keys") == "made"):  # takes more of the device
+            break
+        best = min(best, lacking(cfg, problem_of(cfg, itemsize, None, room, **way), room))
+    return best
 
 
 def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
