@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import inf
 
 from memo.config.config import Config, as_keys
 from memo.config.keys import Keys, Value
@@ -65,12 +64,14 @@ def judge_room(got: Estimate) -> Judged:
 
 def judge_stage(cfg: Layout, itemsize: int, room: Room) -> Judged:
     """Judges, as judge_room(), a stage in the best of its ways."""
-    best = Judged(inf)
+    found = list[Judged]()
     for way in sorted(ways_of(cfg), key=lambda way: way.get("keys") == "made"):
-        if not best.lacking or (best.device_alone and way.get("keys") == "made"):  # takes more of the device
+        if way.get("keys") == "made" and all(judged.device_alone for judged in found):  # it takes more of it
             break
-        best = min(best, lacking(cfg, problem_of(cfg, itemsize, None, room, **way), room))
-    return best
+        found.append(lacking(cfg, problem_of(cfg, itemsize, None, room, **way), room))
+        if not found[-1].lacking:
+            break
+    return min(found)
 
 
 def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
