@@ -237,11 +237,9 @@ def test_adamw_decays_matrices_only_and_clips_the_global_norm():
         adamw.step()
         assert abs(norm.item() - want.item()) < 1e-4 * want.item()
     mine = views(model.layout, model.params)
-    for names, p in reference.memo_names().items():
-        got, want = torch.cat([mine[name] for name in names]), p.detach()
-        if names[0].endswith("q_b"):  # no loss depends on the k bias: AdamW makes steps of rounding noise
-            got, want = (t.view(3, -1)[[0, 2]] for t in (got, want))
-        assert error(got, want) < 1e-5, names
+    for name, p in reference.memo_names().items():
+        if not name.endswith("k_b"):  # no loss depends on the k bias: AdamW makes steps of rounding noise
+            assert error(mine[name], p.detach()) < 1e-5, name
 
 
 # --- what is requested of a GPU, traced without one ---

@@ -134,15 +134,15 @@ class Plain(Reference):
     def forward(self, tokens, targets):
         x, cos, sin = self.embed(tokens)
         if self.kind == "plain":
-            for block in self.blocks:
+            for block in self.h:
                 x = block(x, cos, sin)
         elif self.kind == "checkpoint":
-            for block in self.blocks:
+            for block in self.h:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
         else:
             hooks = Counted(True, self.limit)
             with hooks:
-                for block in self.blocks:
+                for block in self.h:
                     x = block(x, cos, sin)
             self.host = hooks.nbytes
         return loss_in_chunks(self.loss_sum, x, targets, self.wte.weight.shape[0])

@@ -9,7 +9,9 @@ Of memo it knows a Config and the names of parameters; the arithmetic is its own
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,6 @@ from memo.config.config import Config
 
 SCORES = 2**24  # products of a query and a key that exist at once: 128 MiB in fp64
 LOGITS = 2**24  # likewise of a row and a token of the vocabulary
-Named = Mapping[str, torch.Tensor]  # by memo's names of parameters
 
 
 # --- positions ---
@@ -107,15 +108,15 @@ def norm_of(cfg: Config, width: int) -> nn.Module:
 
 
 class ReferenceLayer(nn.Module):
-    """Computes a layer. `widths`: those of q, k and v, which `qkv` gives one behind the other."""
+    """Computes a layer, whose modules have memo's names of their parameters."""
 
     def __init__(self, cfg: Config, attention: Callable[..., torch.Tensor] = attend) -> None:
         super().__init__()
         C, D, inner = cfg.n_embd, cfg.head_width, cfg.inner_width
         self.cfg, self.attention = cfg, attention
-        self.widths = [cfg.n_head * D, cfg.kv_heads * D, cfg.kv_heads * D]
         self.ln1, self.ln2 = norm_of(cfg, C), norm_of(cfg, C)
-        self.qkv = nn.Linear(C, sum(self.widths), bias=cfg.bias or cfg.qkv_bias)
+        self.q, self.k, self.v = (nn.Linear(C, heads * D, bias=cfg.bias or cfg.qkv_bias)
+                                  for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads))
         self.proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias)
         if cfg.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=cfg.norm_eps) for _ in range(2))
@@ -127,9 +128,9 @@ class ReferenceLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
         """Computes a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
-        B, T, _ = x.shape
-        qkv = self.qkv(self.ln1(x)).split(self.widths, -1)
-        q, k, v = (t.view(B, T, -1, self.cfg.head_width).transpose(1, 2) for t in qkv)
+        (B, T, _), normed = x.shape, self.ln1(x)
+        q, k, v = (linear(normed).view(B, T, -1, self.cfg.head_width).transpose(1, 2)
+                   for linear in (self.q, self.k, self.v))
         if self.cfg.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
@@ -156,7 +157,7 @@ class Reference(nn.Module):
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
         attention = attend if blocked else attend_fast
-        self.blocks = nn.ModuleList(ReferenceLayer(cfg, attention) for _ in range(cfg.n_layer))
+        self.h = nn.ModuleList(ReferenceLayer(cfg, attention) for _ in range(cfg.n_layer))
         self.lnf = norm_of(cfg, cfg.n_embd)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.to(dtype)
@@ -180,7 +181,7 @@ class Reference(nn.Module):
         self.x = x
         if x.requires_grad:
             x.retain_grad()
-        for block in self.blocks:
+        for block in self.h:
             x = block(x, cos, sin)
         return x
 
@@ -204,34 +205,20 @@ class Reference(nn.Module):
 
     # --- by memo's names ---
 
-    def memo_names(self) -> dict[tuple[str, ...], torch.Tensor]:
-        """Finds {memo's names: parameter}; three names of qkv, where memo has q, k and v."""
-        parts = {"wte": self.wte, "wpe": self.wpe, "lnf": self.lnf, "head": self.head}
-        names: dict[tuple[str, ...], torch.Tensor] = {}
-        for part, module in parts.items():
-            for kind, p in module.named_parameters() if module is not None else ():
-                names[part if part in ("wte", "wpe") else f"{part}_{kind[0]}",] = p
-        for i, block in enumerate(self.blocks):
-            for part, module in block.named_children():
-                for kind, p in module.named_parameters():
-                    own = "qkv" if part == "qkv" else [part]
-                    names[tuple(f"h.{i}.{name}_{kind[0]}" for name in own)] = p
-        return names
-
-    def parts(self, names: tuple[str, ...], p: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts `p`, a parameter or its like, as memo's parameters `names` are."""
-        return list(p.split(self.blocks[0].widths)) if len(names) > 1 else [p]
+    def memo_names(self) -> dict[str, nn.Parameter]:
+        """Finds {memo's name: parameter}."""
+        names = {re.sub(r"\.(w|b)\w+$", r"_\1", name): p for name, p in self.named_parameters()}
+        return {dict(wte_w="wte", wpe_w="wpe").get(name, name): p for name, p in names.items()}
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> "Reference":
         """Copies memo's (name, tensor) pairs into the parameters, without the vocabulary's padding -> the
         model. Errors: ValueError: they are not this model's, each once."""
-        missing = {n: part for names, p in self.memo_names().items()
-                   for n, part in zip(names, self.parts(names, p.detach()), strict=True)}
+        missing = self.memo_names()
         for name, tensor in named_tensors:
             if name not in missing:
                 raise ValueError(f"{name} is not a parameter of this model, or comes twice")
-            part = missing.pop(name)
-            part.copy_(tensor[:len(part)])
+            p = missing.pop(name).detach()
+            p.copy_(tensor[:len(p)])
         if missing:
             raise ValueError(f"there is no {min(missing)}")
         return self
@@ -239,21 +226,23 @@ class Reference(nn.Module):
     def gradients(self) -> dict[str, torch.Tensor]:
         """Sums {memo's name: gradient} over all backwards, shaped as memo's: that of the vocabulary's
         padding is 0. Errors: ValueError: there was no backward."""
-        gradients: dict[str, torch.Tensor] = {}
-        for names, p in self.memo_names().items():
+        padding, gradients = self.cfg.padded_vocab_size - self.cfg.vocab_size, dict[str, torch.Tensor]()
+        for name, p in self.memo_names().items():
             if p.grad is None:
-                raise ValueError(f"{names[0]} has no gradient: backward() of a loss comes first")
-            gradients |= zip(names, self.parts(names, p.grad), strict=True)
-        padding = self.cfg.padded_vocab_size - self.cfg.vocab_size
-        return gradients | {name: F.pad(gradients[name], (0, 0, 0, padding)) for name in ("wte", "head_w")
-                            if name in gradients}
+                raise ValueError(f"{name} has no gradient: backward() of a loss comes first")
+            gradients[name] = F.pad(p.grad, (0, 0, 0, padding)) if name in ("wte", "head_w") else p.grad
+        return gradients
 
-    def worst_gradient(self, gradients: Named) -> tuple[float, str]:
+    def worst_gradient(self, gradients: Mapping[str, torch.Tensor]) -> tuple[float, str]:
         """Finds (the largest relative error of memo's `gradients`, in the 2-norm of a parameter of this
-        model, NaN where there is one; memo's names of that). Errors: KeyError: a name is missing."""
+        model, q, k and v as one, NaN where there is one; memo's names of that). Errors: KeyError: a name is
+        missing."""
         want, errors = self.gradients(), dict[str, float]()
-        for names in self.memo_names():
-            # q, k and v as one: no loss depends on a bias of k without rotary positions
+
+        def part(name: str) -> str:
+            return re.sub(r"\.[qkv]_(?=.$)", ".qkv_", name)
+        # no loss depends on a bias of k without rotary positions
+        for names in (list(group) for _, group in groupby(sorted(want, key=part), part)):
             ours, theirs = (torch.cat([g[name].double().flatten() for name in names])
                             for g in (want, gradients))
             errors[", ".join(names)] = ((theirs - ours).norm() / ours.norm()).item()
