@@ -36,18 +36,18 @@ from memo.config.layout import Layout
 from memo.config.rope import parse_scaling, scaled
 from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import aligned
-from memo.kernels.matmul import Linear, Rows, check_products, matmul_of
+from memo.kernels.matmul import Linear, Operand, check_products, matmul_of
 from memo.kernels.ops import Ops, resolve_ops, rotations
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
 from memo.layer.attend import Attention
 from memo.layer.attention import LayerAttention
 from memo.layer.cp import attention_over_ranks
-from memo.layer.edges import Edges, Tables
+from memo.layer.edges import Edges
 from memo.layer.metp_block import MetpBlock
 from memo.layer.mlp import mlp_of
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import Parameters
-from memo.memory.views import bucket_views, views
+from memo.memory.views import bucket_views
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward, column_backward, in_turns, row_backward, row_forward
 
@@ -148,11 +148,11 @@ class Block:
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), rows)
 
-    def operand(self, s: Activations, name: str) -> Rows:
+    def operand(self, s: Activations, name: str) -> Operand:
         """Finds the skeletal tensor `name` as matrix products take it: in FP8 with its scales."""
         return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
 
-    def columns(self, s: Activations, linears: dict[str, Linear], x: Rows, rows: dict[str, slice]) -> None:
+    def columns(self, s: Activations, linears: dict[str, Linear], x: Operand, rows: dict[str, slice]) -> None:
         """Makes rows[name] of each skeletal tensor of {name: (matrix, bias)} from x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
         for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
@@ -177,13 +177,13 @@ class Block:
                       s: Activations, r: slice, out: torch.Tensor) -> None:
         """Writes residual + the gradient of x over `out`; rows r of x."""
         w, b, mean, rstd = self.norm(name, s, r)
-        dw, db = (getattr(self.dw, f"{name}_{kind}") for kind in "wb")
+        dw, db = (self.dw.get(f"{name}_{kind}") for kind in "wb")
         self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
 
     def norm(self, name: str, s: Activations,
              r: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """Finds (weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
-        w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
+        w, b = (self.w.get(f"{name}_{kind}") for kind in "wb")
         mean, rstd = (getattr(s, f"{name}_{what}") for what in ("mean", "rstd"))
         return w, b, None if mean is None else mean[r], rstd[r]
 
@@ -196,7 +196,7 @@ class Block:
     def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes ln2_out and what the MLP keeps from mid: the MLP half but for its output."""
         self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, self.mlp.linears(vars(self.w)), self.operand(s, "ln2_out"), rows)  # (n, tp, F/tp)
+        self.columns(s, self.mlp.linears(self.w), self.operand(s, "ln2_out"), rows)  # (n, tp, F/tp)
         if self.mlp.product:
             r = rows[self.mlp.product]
             hidden = [h[r] for h in self.mlp.hidden(s)]
@@ -205,10 +205,10 @@ class Block:
 
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid and what the MLP keeps."""
-        w, b = self.mlp.last_linear(vars(self.w))
+        w, b = self.mlp.last_linear(self.w)
         return row_forward(self.matmul, self.tp, s.mid, partial(self.last_operand, s), w, b, out)
 
-    def last_operand(self, s: Activations, r: slice) -> Rows:
+    def last_operand(self, s: Activations, r: slice) -> Operand:
         """Finds rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
         if self.mlp.product:
             return self.operand(s, self.mlp.product)[r]
@@ -258,7 +258,7 @@ class Block:
     def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
         """Writes rows r of the gradient of mid over dy, where out = mid + mlp(ln2(mid))."""
         tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
-        (w, _), (dw, db) = (self.mlp.last_linear(vars(of)) for of in (self.w, self.dw))
+        (w, _), (dw, db) = (self.mlp.last_linear(of) for of in (self.w, self.dw))
         message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
         product = self.last_operand(s, r)
         yield
@@ -268,7 +268,7 @@ class Block:
         self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
         del product, d
         yield
-        linears, gradients = (self.mlp.linears(vars(of)).values() for of in (self.w, self.dw))
+        linears, gradients = (self.mlp.linears(of).values() for of in (self.w, self.dw))
         message = column_backward(self.matmul, tp, hidden, message.wait(), linears, gradients)
         yield
         # the residual's gradient, dy, is added inside
@@ -318,22 +318,16 @@ class GPT:
         # of one group of heads at a time, so that a second block takes little memory
         self.attention, self.prefix = attention_over_ranks(kernel, mesh.tokens, cfg.context_parallel,
                                                            self.ops.merge, ahead=1 + cfg.metp)
-        weights, gradients = (self.tables(parts) if parts else Tables() for parts in (
-            p.bucket_params, p.bucket_grads if p.grads.numel() else []))
+        weights, gradients = (Weights(bucket_views(p.layout, p.buckets, parts) if flat.numel() else {})
+                              for flat, parts in ((p.params, p.bucket_params), (p.grads, p.bucket_grads)))
         self.edges = Edges(cfg, weights, gradients, self.ops, mesh.weights)
         self.blocks = [*map(self.block, p.bucket_params[1:-1], p.bucket_grads[1:-1])]
 
-    def tables(self, parts: list[torch.Tensor]) -> Tables:
-        """Views the parts of embedding and head in the flat tensors of the buckets."""
-        named = bucket_views(self.layout, self.buckets, parts)
-        return Tables(**{name: t for name, t in named.items() if "." not in name})
-
     def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> Block | MetpBlock:
         """Makes the block of a layer's flat parameters, which adds to their gradients, if there are any."""
-        (start, _), first = self.buckets[1], f"h.{self.cfg.layers[0]}."  # all layers are alike
-        layout = {name.removeprefix(first): replace(p, offset=p.offset - start)
-                  for name, p in self.layout.items() if name.startswith(first)}
-        w, dw = (Weights(**views(layout, flat)) if flat.numel() else Weights()
+        # all layers are alike: as the first one, which is bucket 1
+        layout = {name.split(".")[-1]: p for name, p in self.layout.items() if p.bucket == 1}
+        w, dw = (Weights(bucket_views(layout, self.buckets, [flat, flat]) if flat.numel() else {})
                  for flat in (weights, gradients))
         kind = MetpBlock if self.cfg.metp else Block
         return kind(self.cfg, w, dw, (self.attention, self.prefix), self.ops, self.mesh)

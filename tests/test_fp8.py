@@ -72,7 +72,7 @@ def test_products_against_fp64(dtype, limit, spread):
     x, dy = made(n, K, dtype, spread), made(n, M, dtype, spread, size=1e-12, large=5)
     w, b = (torch.randn(M, K) / 50).to(dtype), torch.randn(M).to(dtype)
     xq, g, wq = FP8.rows(x), FP8.gradients(dy), fp8.weights(w)
-    x_, dy_ = exact(xq.q, xq.scale), exact((g.dy.float() / g.scale[..., None]).to(E5M2), g.scale)
+    x_, dy_ = exact(xq.q, xq.scale), exact((g.q.float() / g.scale[..., None]).to(E5M2), g.scale)
     assert FP8.rows(xq) is xq
     y, dx, dw = torch.empty(n, 2, M, dtype=dtype), torch.empty(2, n, K, dtype=dtype), torch.zeros(M, K)
     fp32 = [t.flatten(0, -2).double() for t in (x, dy, w)]

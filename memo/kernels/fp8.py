@@ -26,7 +26,9 @@ f8f8bf16_rowwise_impl_sm89). `use_fast_accum`, sums of fewer bits, serves in the
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -43,48 +45,34 @@ TRITON = importlib.util.find_spec("triton") is not None
 INFINITE = 0xff << 23  # fp32's bits of the exponent
 
 
-class Quantised:
-    """Holds x = q * scale: q (..., n, K) in FP8, scale (..., n) fp32."""
+@dataclass(eq=False)
+class Scaled:
+    """Holds what products take: of an input x = q * scale, q (..., n, K) in e4m3, scale (..., n) fp32; of a
+    matrix w = q * scale, q (O, I) in e4m3, scale () fp32; of a gradient q = dy (..., n, K), which each
+    product rounds, with the scales (..., n) of its rows in e5m2."""
 
-    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
-        self.q, self.scale = q, scale
+    q: torch.Tensor
+    scale: torch.Tensor
 
-    def __getitem__(self, part: Index) -> "Quantised":
-        return Quantised(self.q[part], self.scale[part])
-
-    def __len__(self) -> int:
-        return len(self.q)
-
-    def transpose(self, first: int, second: int) -> "Quantised":
-        return Quantised(self.q.transpose(first, second), self.scale.transpose(first, second))
-
-
-class Matrix:
-    """Holds w = q * scale: q (O, I) in e4m3, scale () fp32."""
-
-    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
-        self.q, self.scale = q, scale
+    def __getitem__(self, part: Index) -> "Scaled":
+        return Scaled(self.q[part], self.scale[part])
 
     def __len__(self) -> int:
         return len(self.q)
 
-    def t(self) -> "Matrix":
+    def transpose(self, first: int, second: int) -> "Scaled":
+        return Scaled(self.q.transpose(first, second), self.scale.transpose(first, second))
+
+    def t(self) -> "Scaled":
         return self.turned
 
     @cached_property
-    def turned(self) -> "Matrix":
-        """Turns w into (I, O), once for the products of many pieces of rows."""
-        return Matrix(self.q.t().contiguous(), self.scale)
+    def turned(self) -> "Scaled":
+        """Turns a matrix into (I, O), once for the products of many pieces of rows."""
+        return Scaled(self.q.t().contiguous(), self.scale)
 
 
-class Gradient:
-    """Holds dy (..., n, K), with the scales (..., n) of its rows in e5m2. Each product rounds it."""
-
-    def __init__(self, dy: torch.Tensor, scale: torch.Tensor) -> None:
-        self.dy, self.scale = dy, scale
-
-    def __getitem__(self, part: Index) -> "Gradient":
-        return Gradient(self.dy[part], self.scale[part])
+Operand: TypeAlias = torch.Tensor | Scaled
 
 
 def scale_of(amax: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
@@ -104,21 +92,21 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch.Te
     return torch.div(x, scale, out=torch.empty(x.shape, dtype=kind, device=x.device))
 
 
-def rows(x: torch.Tensor | Quantised) -> Quantised:
-    """Rounds (..., K), each row with its own scale; what is Quantised already is as it was."""
-    if isinstance(x, Quantised):
+def rows(x: Operand) -> Scaled:
+    """Rounds (..., K), each row with its own scale; what is Scaled already is as it was."""
+    if isinstance(x, Scaled):
         return x
     scale = row_scales(x, E4M3)
-    return Quantised(rounded(x, scale[..., None], E4M3), scale)
+    return Scaled(rounded(x, scale[..., None], E4M3), scale)
 
 
-def gradients(dy: torch.Tensor) -> Gradient:
-    return Gradient(dy, row_scales(dy, E5M2))
+def gradients(dy: torch.Tensor) -> Scaled:
+    return Scaled(dy, row_scales(dy, E5M2))
 
 
 # what is kept of an input is what the products take of it
 
-def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def pieces(kept: Scaled, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     parts = cut(0, len(like), ranks=math.prod(like.shape[1:-1]))
     memory = torch.empty_like(like[:max(r.stop - r.start for r in parts)])  # of one piece at a time
     for r in parts:
@@ -128,42 +116,42 @@ def pieces(kept: Quantised, like: torch.Tensor) -> Iterator[tuple[slice, torch.T
         torch.div(out, scale[..., None], out=kept.q[r])
 
 
-def start_gather(axis: Axis, x: Quantised) -> Works[Quantised]:
+def start_gather(axis: Axis, x: Scaled) -> Works[Scaled]:
     """Starts to gather all ranks' rows: (tp, n, K)."""
     q, scale = (axis.start_gather(t) for t in (x.q.view(torch.uint8), x.scale))
-    return Works([q, scale], x, Quantised(q.received.view(E4M3), scale.received))
+    return Works([q, scale], x, Scaled(q.received.view(E4M3), scale.received))
 
 
-def place(x: torch.Tensor | Quantised, dy: torch.Tensor) -> torch.Tensor:
-    return dy.new_empty(x.q.shape) if isinstance(x, Quantised) else x
+def place(x: Operand, dy: torch.Tensor) -> torch.Tensor:
+    return dy.new_empty(x.q.shape) if isinstance(x, Scaled) else x
 
 
-def weights(w: torch.Tensor | Matrix) -> Matrix:
-    """Rounds (O, I), all with one scale; what is a Matrix already is as it was."""
-    if isinstance(w, Matrix):
+def weights(w: Operand) -> Scaled:
+    """Rounds (O, I), all with one scale; what is Scaled already is as it was."""
+    if isinstance(w, Scaled):
         return w
     scale = scale_of(torch.linalg.vector_norm(w, math.inf), E4M3)
-    return Matrix(rounded(w, scale, E4M3), scale)
+    return Scaled(rounded(w, scale, E4M3), scale)
 
 
 # matrices that travel
 
-def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> list[Matrix]:
+def matrices(axis: Axis, parts: Sequence[torch.Tensor]) -> list[Scaled]:
     """Rounds with one scale for all ranks' parts: it need not travel, and rows of several make one matrix."""
     amax = torch.stack([torch.linalg.vector_norm(w, math.inf) for w in parts]).float()
     scales = scale_of(axis.gather(amax).amax(0), E4M3)
-    return [Matrix(rounded(w, s, E4M3), s) for w, s in zip(parts, scales, strict=True)]
+    return [Scaled(rounded(w, s, E4M3), s) for w, s in zip(parts, scales, strict=True)]
 
 
-def carried(w: torch.Tensor | Matrix) -> torch.Tensor:
-    return w.q.view(torch.uint8) if isinstance(w, Matrix) else w  # a bias travels as it is
+def carried(w: Operand) -> torch.Tensor:
+    return w.q.view(torch.uint8) if isinstance(w, Scaled) else w  # a bias travels as it is
 
 
-def arrived(t: torch.Tensor, like: torch.Tensor | Matrix) -> torch.Tensor | Matrix:
-    return Matrix(t.view(E4M3), like.scale) if isinstance(like, Matrix) else t
+def arrived(t: torch.Tensor, like: Operand) -> Operand:
+    return Scaled(t.view(E4M3), like.scale) if isinstance(like, Scaled) else t
 
 
-def products(a: torch.Tensor, scale: torch.Tensor, w: torch.Tensor | Matrix, outs: torch.Tensor,
+def products(a: torch.Tensor, scale: torch.Tensor, w: Operand, outs: torch.Tensor,
              residual: torch.Tensor | None = None, fast: bool = False) -> torch.Tensor:
     """Computes outs (tp, n, O) = scale (tp, n) a (tp, n, I) w (O, I)^T + residual, (O,) or like outs."""
     by = weights(w)
@@ -190,26 +178,24 @@ def failing(device: torch.device) -> str:
         return reason(e)
 
 
-def forward(x: Quantised, w: torch.Tensor | Matrix, out: torch.Tensor,
-            residual: torch.Tensor | None = None) -> torch.Tensor:
+def forward(x: Scaled, w: Operand, out: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Computes y = x w^T + residual."""
     return products(x.q, x.scale, w, out, residual, fast=True)
 
 
-def input_gradient(g: Gradient, w: torch.Tensor | Matrix, out: torch.Tensor,
-                   add: bool = False) -> torch.Tensor:
+def input_gradient(g: Scaled, w: Operand, out: torch.Tensor, add: bool = False) -> torch.Tensor:
     """Computes dx = dy w, or adds it to dx."""
-    dyq = rounded(g.dy, g.scale[..., None], E5M2)
+    dyq = rounded(g.q, g.scale[..., None], E5M2)
     return products(dyq, g.scale, w.t(), out, out if add else None)
 
 
-def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Matrix]) -> tuple[torch.Tensor, Matrix]:
+def as_one(dys: Sequence[torch.Tensor], ws: Sequence[Scaled]) -> tuple[torch.Tensor, Scaled]:
     """Joins several dy, and their w: the scales go into the gradients, as far as they differ."""
     largest = torch.stack([w.scale for w in ws]).amax()
     dy = dys[0].new_empty(len(dys[0]), sum(map(len, ws)))
     for part, w, out in zip(dys, ws, dy.split([*map(len, ws)], 1), strict=True):
         torch.mul(part, w.scale / largest, out=out)
-    return dy, Matrix(torch.cat([carried(w) for w in ws]).view(E4M3), largest)
+    return dy, Scaled(torch.cat([carried(w) for w in ws]).view(E4M3), largest)
 
 
 def turn(dy: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, dyq: torch.Tensor,
@@ -224,18 +210,18 @@ def turn(dy: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, dyq: torch.Ten
         fused.launch_turn(x[i], xq[:, columns])
 
 
-def gradient_operands(g: Gradient, x: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gradient_operands(g: Scaled, x: Scaled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Makes dyq (O, tp n), xq (I, tp n) and a scale: their product over all ranks' rows is dy^T x."""
     f = g.scale * x.scale  # (tp, n)
     largest = f.max().clamp_min(LEAST)
     # the GPU's kernels want both with the rows, over which the sum runs, as neighbours
-    dyq = torch.empty(g.dy.shape[-1], f.numel(), dtype=E5M2, device=f.device)
+    dyq = torch.empty(g.q.shape[-1], f.numel(), dtype=E5M2, device=f.device)
     xq = torch.empty(x.q.shape[-1], f.numel(), dtype=E4M3, device=f.device)
     factor = x.scale / largest
     if f.is_cuda and TRITON:
-        turn(g.dy, x.q, factor, dyq, xq)
+        turn(g.q, x.q, factor, dyq, xq)
     else:
-        torch.mul(g.dy.movedim(-1, 0), factor, out=dyq.unflatten(1, f.shape))
+        torch.mul(g.q.movedim(-1, 0), factor, out=dyq.unflatten(1, f.shape))
         xq.unflatten(1, f.shape).copy_(x.q.movedim(-1, 0))
     return dyq, xq, largest
 
@@ -245,6 +231,6 @@ def add_product(dw: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch
     dw += torch._scaled_mm(a, b.t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
 
 
-def weight_gradient(dw: torch.Tensor, g: Gradient, x: Quantised) -> None:
+def weight_gradient(dw: torch.Tensor, g: Scaled, x: Scaled) -> None:
     """Adds the sum of dy^T x over the rows of all ranks to dw (O, I)."""
     add_product(dw, *gradient_operands(g, x))

@@ -5,7 +5,6 @@ weights are transformer-engine's. Rows are those of all tp ranks: x (tp, n, I), 
 
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
 
 import torch
 
@@ -14,10 +13,8 @@ from memo.kernels import fp8, te
 from memo.system.axis import Axis
 from memo.system.device import device_name
 
-Rows: TypeAlias = torch.Tensor | fp8.Quantised  # what products take of an input
-RowGradients: TypeAlias = torch.Tensor | fp8.Gradient  # of the gradient of a result
-Part: TypeAlias = torch.Tensor | fp8.Matrix  # a rank's part of a matrix, or of a bias
-Linear = tuple[Part, torch.Tensor | None]  # a matrix, and a bias
+Operand = fp8.Operand  # an input, a result's gradient, or a rank's part of a matrix, as products take it
+Linear = tuple[Operand, torch.Tensor | None]  # a matrix, and a bias
 
 Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients place matrices carried arrived "
                               "forward input_gradient weight_gradient as_one")
@@ -95,7 +92,7 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[torch.Tensor]) -> tuple[tor
 
 RUN = Matmul("bf16", itself, pieces, Axis.start_gather, itself, itself, itself, lambda axis, parts: parts,
              itself, itself, forward, input_gradient, weight_gradient, as_one)
-FP8 = Matmul("fp8", fp8.Quantised, fp8.pieces, fp8.start_gather, fp8.rows, fp8.gradients, fp8.place,
+FP8 = Matmul("fp8", fp8.Scaled, fp8.pieces, fp8.start_gather, fp8.rows, fp8.gradients, fp8.place,
              fp8.matrices, fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient,
              fp8.as_one)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
@@ -103,7 +100,7 @@ MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul
 
 # --- with transformer-engine's FP8 product, which adds where it writes ---
 
-def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Gradient, x: fp8.Quantised) -> None:
+def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Scaled, x: fp8.Scaled) -> None:
     if dw.is_contiguous():  # te goes by the shape alone
         te.add_fp8_product(dw, *fp8.gradient_operands(g, x))
     else:

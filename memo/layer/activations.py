@@ -1,5 +1,5 @@
 """The tensors of one layer, by name: what a unit keeps (Activations), and parameters or gradients (Weights).
-The names are those of memo/config/layer.py, which says who has which, and their shapes."""
+memo/config/layer.py has the names, and says who has which, and their shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,28 +48,9 @@ class Activations:
     turn: torch.Tensor | None = None
 
 
-@dataclass(eq=False)
-class Weights:
-    """Holds a rank's parts of a layer's parameters, or of their gradients; None: there is none."""
+class Weights(dict[str, torch.Tensor]):
+    """Holds a rank's parts of parameters, or of their gradients, by name: w["q_b"] or w.q_b, which is None
+    where there is none."""
 
-    q_w: torch.Tensor | None = None
-    k_w: torch.Tensor | None = None
-    v_w: torch.Tensor | None = None
-    proj_w: torch.Tensor | None = None
-    fc1_w: torch.Tensor | None = None
-    fc2_w: torch.Tensor | None = None
-    gate_w: torch.Tensor | None = None
-    up_w: torch.Tensor | None = None
-    down_w: torch.Tensor | None = None
-    q_b: torch.Tensor | None = None
-    k_b: torch.Tensor | None = None
-    v_b: torch.Tensor | None = None
-    proj_b: torch.Tensor | None = None
-    fc1_b: torch.Tensor | None = None
-    fc2_b: torch.Tensor | None = None
-    ln1_w: torch.Tensor | None = None
-    ln1_b: torch.Tensor | None = None
-    ln2_w: torch.Tensor | None = None
-    ln2_b: torch.Tensor | None = None
-    q_norm_w: torch.Tensor | None = None
-    k_norm_w: torch.Tensor | None = None
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self.get(name)

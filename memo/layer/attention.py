@@ -39,7 +39,7 @@ class HeadNorms:
         """Norms q or k. (B, T, h, D) -> the same, new."""
         rows = x.reshape(-1, x.shape[-1])  # a copy where the heads are some of several
         out, rstd = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        self.ops.norm_forward(rows, getattr(self.w, f"{name}_norm_w"), None, out, None, rstd, self.eps)
+        self.ops.norm_forward(rows, self.w[f"{name}_norm_w"], None, out, None, rstd, self.eps)
         out = out.view(x.shape)
         self.rotate(out, back=False)
         return out, (rows, rstd)
@@ -49,7 +49,7 @@ class HeadNorms:
         rows, rstd = kept
         dy = dy.contiguous()
         self.rotate(dy, back=True)
-        w, dw = (getattr(of, f"{name}_norm_w") for of in (self.w, self.dw))
+        w, dw = (of[f"{name}_norm_w"] for of in (self.w, self.dw))
         flat = dy.view(rows.shape)
         self.ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
         return dy

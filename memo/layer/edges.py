@@ -15,28 +15,18 @@ from memo.config.layer import head_rows, logit_bytes
 from memo.kernels.matmul import accumulate_product
 from memo.kernels.ops import Ops
 from memo.kernels.rows import chunks
+from memo.layer.activations import Weights
 from memo.parallel.tp import embedding_backward, embedding_forward
 from memo.system.axis import Axis
 
 
-@dataclass(eq=False)
-class Tables:
-    """Holds a rank's parameters of both edges, or their gradients; None: not of this stage or model."""
-
-    wte: torch.Tensor | None = None
-    wpe: torch.Tensor | None = None
-    head_w: torch.Tensor | None = None
-    lnf_w: torch.Tensor | None = None
-    lnf_b: torch.Tensor | None = None
-
-
 @dataclass
 class Edges:
-    """Computes the edges. `w` and `dw`: this rank's parameters and their gradients."""
+    """Computes the edges. `w` and `dw`: this stage's parameters and their gradients."""
 
     cfg: Config
-    w: Tables
-    dw: Tables
+    w: Weights
+    dw: Weights
     ops: Ops
     tp: Axis
 
@@ -64,7 +54,7 @@ class Edges:
     # --- head ---
 
     @staticmethod
-    def head_matrix(w: Tables) -> torch.Tensor:
+    def head_matrix(w: Weights) -> torch.Tensor:
         """Finds the head's (V/tp, C) of parameters or gradients: the embedding's where they are tied."""
         return w.wte if w.head_w is None else w.head_w
 

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from memo.config.layer import METP_ROWS
-from memo.kernels.matmul import Linear, Matmul, Part, Rows
+from memo.kernels.matmul import Linear, Matmul, Operand
 from memo.kernels.rows import cut
 from memo.layer.activations import Weights
 from memo.layer.mlp import Mlp
@@ -38,10 +38,10 @@ def row_pieces(n: int) -> list[slice]:
     return cut(0, n, most=METP_ROWS)
 
 
-Parts = Mapping[str, Part]  # {parameter: a rank's part} of an MLP
+Parts = Mapping[str, Operand]  # {parameter: a rank's part}
 
 
-def hidden_of(matmul: Matmul, x: Rows, ins: Iterable[Linear], like: torch.Tensor) -> list[torch.Tensor]:
+def hidden_of(matmul: Matmul, x: Operand, ins: Iterable[Linear], like: torch.Tensor) -> list[torch.Tensor]:
     """Computes x w^T + b of several linears [(w, b or None)], in rows and dtype as `like`."""
     return [matmul.forward(x, w, like.new_empty(1, len(like), len(w)), b)[0] for w, b in ins]
 
@@ -156,20 +156,20 @@ def pieces_of(first: int, end: int, part: int) -> list[tuple[int, int, int, int]
     return [(rank, a - rank * part, a - first, b - a) for rank, a, b in bounds]
 
 
-class Matrices(UserDict[str, Part]):
+class Matrices(UserDict[str, Operand]):
     """Holds {name: a group's columns of it}; waits for a matrix, with its bias, however it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.works = defaultdict[str, list[Works[torch.Tensor]]](list)  # by the first letter of the names
 
-    def __getitem__(self, name: str) -> Part:
+    def __getitem__(self, name: str) -> Operand:
         for work in self.works.pop(name[0], ()):
             work.wait()
         return super().__getitem__(name)
 
 
-def start_broadcasts(matmul: Matmul, axis: Axis, own: Mapping[str, Part], group: Heads, D: int) -> Matrices:
+def start_broadcasts(matmul: Matmul, axis: Axis, own: Parts, group: Heads, D: int) -> Matrices:
     """Sends the Matrices of a group to all ranks. `own`: {name of a parameter: the rank's part}."""
     matrices, alone = Matrices(), axis.size == 1
     for name, part in own.items():
@@ -188,13 +188,13 @@ class Projection:
     of a (m, Q) get ready one after the other, and p pieces of w's rows come one after the other. Each column
     of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's dtype."""
 
-    def __init__(self, matmul: Matmul, axis: Axis, own: Part, bias: torch.Tensor | None, x: torch.Tensor,
+    def __init__(self, matmul: Matmul, axis: Axis, own: Operand, bias: torch.Tensor | None, x: torch.Tensor,
                  a: torch.Tensor, out: torch.Tensor) -> None:
         self.matmul, self.own, self.p = matmul, own, (p := axis.size)
         self.posts = map(axis.start_gather, matmul.carried(own).tensor_split(p))
         self.coming, self.pieces = deque[Works[torch.Tensor]](), list[torch.Tensor]()
         self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
-        self.ready = list[Rows]()  # the parts, as the products take them
+        self.ready = list[Operand]()  # the parts, as the products take them
         self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
 
     def start(self, pieces: int) -> None:
@@ -247,7 +247,7 @@ class Reductions:
 
     def places(self, group: Heads, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Makes {name: fp32 tensor to add the group's gradient to}."""
-        own, alone = {name: getattr(self.dw, name) for name in names}, self.axis.size == 1
+        own, alone = {name: self.dw[name] for name in names}, self.axis.size == 1
         return {name: group.columns(dw, name, self.D, alone, dw.new_zeros) for name, dw in own.items()}
 
     def start(self, group: Heads, places: dict[str, torch.Tensor], *names: str) -> None:
@@ -256,7 +256,7 @@ class Reductions:
             gradient = places.pop(name, None)
             if gradient is None or self.axis.size == 1:
                 continue
-            for rank, share, own in group.shares(gradient, getattr(self.dw, name), name, self.D):
+            for rank, share, own in group.shares(gradient, self.dw[name], name, self.D):
                 work = self.axis.start_reduce(share, rank)
                 self.under_way.append((group, work, own if rank == self.axis.rank else None))
 

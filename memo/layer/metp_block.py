@@ -19,7 +19,7 @@ import torch
 from memo.config.config import Config
 from memo.config.layer import head_groups, layer_of, makes_queries_early
 from memo.kernels.attention import Gradients
-from memo.kernels.matmul import Part, RowGradients, Rows, matmul_of
+from memo.kernels.matmul import Operand, matmul_of
 from memo.kernels.ops import Ops
 from memo.layer import metp
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
@@ -80,7 +80,7 @@ class MetpBlock:
             self.fill_piece(s, normed, heads, matrices)
             del matrices  # before the next group's take memory
 
-    def attention_half(self, s: Activations, own: dict[str, Part], memory: torch.Tensor, r: slice,
+    def attention_half(self, s: Activations, own: dict[str, Operand], memory: torch.Tensor, r: slice,
                        again: bool = False) -> None:
         """Makes attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for
         the norm's output; `again`: the unit's own piece has been made. Source: METP, algorithms 3 and 4."""
@@ -109,7 +109,7 @@ class MetpBlock:
             del q, kv, others
         projection.add()
 
-    def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Rows) -> Ahead[WithKeys]:
+    def groups_ahead(self, coming: Ahead[Group], s: Activations, normed: Operand) -> Ahead[WithKeys]:
         """Iterates over the groups of heads with their keys, where these lie in no pieces. A group
         prepared before its turn has its keys on their way beside the group before."""
         def send_keys(item: Group) -> WithKeys:
@@ -121,13 +121,13 @@ class MetpBlock:
                 self.attention.over(s), heads.q.stop - heads.q.start, k, v)
         return Ahead(map(send_keys, coming))
 
-    def made(self, names: str, s: Activations, normed: Rows, matrices: Matrices) -> list[torch.Tensor]:
+    def made(self, names: str, s: Activations, normed: Operand, matrices: Matrices) -> list[torch.Tensor]:
         """Makes those of q, k, v of a group of heads, (B, T, heads, D), that `names` has, from (1, n, C)."""
         new = [self.one_made(name, s, normed, matrices,
                              s.x.new_empty(len(s.x), len(matrices[f"{name}_w"]))) for name in names]
         return self.attention.heads(*new, like=s.lse)
 
-    def one_made(self, name: str, s: Activations, normed: Rows, matrices: Matrices,
+    def one_made(self, name: str, s: Activations, normed: Operand, matrices: Matrices,
                  out: torch.Tensor) -> torch.Tensor:
         """Writes q, k or v of a group of heads over `out` (n, heads * D), from (1, n, C)."""
         for r in row_pieces(len(out)):
@@ -136,7 +136,7 @@ class MetpBlock:
             self.rotate(out, s, back=False)
         return out
 
-    def fill_piece(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices) -> None:
+    def fill_piece(self, s: Activations, normed: Operand, heads: Heads, matrices: Matrices) -> None:
         """Writes the group's heads of the unit's own piece, where their matrices have come."""
         if "k_w" not in matrices:
             return
@@ -148,13 +148,13 @@ class MetpBlock:
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, s, normed, matrices, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: Activations, own: dict[str, Part], r: slice) -> metp.Projection:
+    def projected(self, s: Activations, own: dict[str, Operand], r: slice) -> metp.Projection:
         """Starts the projection: rows r of mid, from x and attn_out. Part by part of the ranks' heads, not
         group by group as in the paper: there would be more sums."""
         x, a, mid = s.x[r], s.attn_out[r], s.mid[r]
-        return metp.Projection(self.matmul, self.tp, own["proj_w"], own["proj_b"], x, a, mid)
+        return metp.Projection(self.matmul, self.tp, own["proj_w"], self.w.proj_b, x, a, mid)
 
-    def mlp_half(self, s: Activations, own: dict[str, Part], out: torch.Tensor,
+    def mlp_half(self, s: Activations, own: dict[str, Operand], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid."""
         normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
@@ -173,15 +173,15 @@ class MetpBlock:
         del own  # of the MLP
         return self.attention_half_backward(coming, home, dy, s, dx)
 
-    def mlp_half_backward(self, visits: Visits, own: dict[str, Part], dy: torch.Tensor, s: Activations,
+    def mlp_half_backward(self, visits: Visits, own: dict[str, Operand], dy: torch.Tensor, s: Activations,
                           dx: torch.Tensor) -> Hop | None:
         """Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see metp_mlp_backward."""
         w, dw = self.w, self.dw
         mean, rstd = self.statistics(s.mid)
-        bias_backward(dy, self.mlp.last_linear(vars(dw))[1])
+        bias_backward(dy, self.mlp.last_linear(dw)[1])
         normed = partial(self.normed, "ln2", s.mid, mean, rstd)
         home = metp.mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dy,
-                                 self.mlp_parts(vars(dw)), dx)
+                                 self.mlp_parts(dw), dx)
         self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
         return home
 
@@ -227,10 +227,10 @@ class MetpBlock:
         self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
-            torch._foreach_add_([*self.mlp_parts(vars(dw)).values()], mlp_home.wait())
+            torch._foreach_add_([*self.mlp_parts(dw).values()], mlp_home.wait())
         return s.x
 
-    def with_queries(self, dy: RowGradients, s: Activations, normed: Rows,
+    def with_queries(self, dy: Operand, s: Activations, normed: Operand,
                      item: WithKeys) -> tuple[*WithKeys, torch.Tensor, torch.Tensor]:
         """Adds q and the gradient of attention's output to a group of groups_ahead(). dy (1, n, C)."""
         heads, matrices, kv, others = item
@@ -243,7 +243,7 @@ class MetpBlock:
             self.matmul.input_gradient(dy[:, r], matrices["proj_w"], flat[:, r])
         return heads, matrices, kv, others, q, dout
 
-    def send_projection_gradient(self, heads: Heads, dy: RowGradients, s: Activations,
+    def send_projection_gradient(self, heads: Heads, dy: Operand, s: Activations,
                                  home: metp.Reductions) -> None:
         """Sends off a group of heads' gradient of the projection's matrix."""
         D, places = self.attention.head_dim, home.places(heads, ["proj_w"])
@@ -252,8 +252,8 @@ class MetpBlock:
             self.matmul.weight_gradient(places["proj_w"], dy[:, r], self.matmul.rows(columns[r][None]))
         home.start(heads, places, "proj_w")
 
-    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], s: Activations, normed: Rows,
-                           home: metp.Reductions) -> None:
+    def send_qkv_gradients(self, heads: Heads, parts: dict[str, torch.Tensor], s: Activations,
+                           normed: Operand, home: metp.Reductions) -> None:
         """Turns the gradients of q, k, v of a group, `parts`, back; sends off those of their matrices."""
         places = home.places(heads, self.names_of("".join(parts)))
         for name, g in parts.items():
@@ -266,7 +266,7 @@ class MetpBlock:
                 del gradient  # before the next piece's
             home.start(heads, places, f"{name}_w", f"{name}_b")
 
-    def attend_group_backward(self, s: Activations, normed: Rows, heads: Heads, matrices: Matrices,
+    def attend_group_backward(self, s: Activations, normed: Operand, heads: Heads, matrices: Matrices,
                               dout: torch.Tensor, q: torch.Tensor, kv: Pieces, others: Visits | None,
                               meanwhile: Meanwhile | None) -> Gradients:
         """Computes dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where
@@ -283,19 +283,19 @@ class MetpBlock:
 
     # --- what both need ---
 
-    def own_parts(self, *names: str) -> dict[str, Part]:
+    def own_parts(self, *names: str) -> dict[str, Operand]:
         """Finds {name: the rank's part of a parameter}: of all, the matrices among `names` as they travel."""
         matrices = [name for name in names if name.endswith("_w")]
-        taken = self.matmul.matrices(self.tp, [getattr(self.w, name) for name in matrices])
-        return vars(self.w) | dict(zip(matrices, taken, strict=True))
+        taken = self.matmul.matrices(self.tp, [self.w[name] for name in matrices])
+        return self.w | dict(zip(matrices, taken, strict=True))
 
-    def visits(self, own: dict[str, Part]) -> Visits:
+    def visits(self, own: dict[str, Operand]) -> Visits:
         return Visits(self.hops, *map(self.matmul.carried, self.mlp_parts(own).values()))
 
     def mlp_parts(self, of: dict[str, T]) -> dict[str, T]:
         return {name: of[name] for name in self.mlp_names}
 
-    def broadcasts(self, own: dict[str, Part], names: Sequence[str], keys_at: Callable[[Heads], bool],
+    def broadcasts(self, own: dict[str, Operand], names: Sequence[str], keys_at: Callable[[Heads], bool],
                    behind: Callable[[Heads], None] = lambda group: None) -> Ahead[Group]:
         """Iterates over the groups of heads with their matrices `names`, in the same order on all ranks;
         the next group's are on their way meanwhile, the first one's from now on. Those of keys and values
@@ -333,6 +333,6 @@ class MetpBlock:
                out: torch.Tensor | None = None) -> torch.Tensor:
         """Computes rows r of the norm of x (n, C), and of its statistics. `out`: where to, by default new."""
         out = torch.empty_like(x[r]) if out is None else out
-        w, b = (getattr(self.w, f"{name}_{kind}") for kind in "wb")
+        w, b = (self.w.get(f"{name}_{kind}") for kind in "wb")
         self.ops.norm_forward(x[r], w, b, out, None if mean is None else mean[r], rstd[r], self.eps)
         return out

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from memo.config.config import Config
-from memo.kernels.matmul import Linear, Part
+from memo.kernels.matmul import Linear, Operand
 from memo.kernels.ops import Ops, gelu_backward, gelu_forward
 from memo.layer.activations import Activations
 
@@ -35,11 +35,11 @@ class Mlp:
         """Lists the parameters that ranks share out, in the order in which METP sends them."""
         return [*(f"{name}_{kind}" for name in self.front for kind in "wb"), f"{self.last}_w"]
 
-    def linears(self, parameters: Mapping[str, Part]) -> dict[str, Linear]:
+    def linears(self, parameters: Mapping[str, Operand]) -> dict[str, Linear]:
         """Finds {what it makes: (matrix, bias or None)} in front of the activation; or their gradients."""
         return {f"{name}_out": (parameters[f"{name}_w"], parameters.get(f"{name}_b")) for name in self.front}
 
-    def last_linear(self, parameters: Mapping[str, Part]) -> Linear:
+    def last_linear(self, parameters: Mapping[str, Operand]) -> Linear:
         """Finds (matrix, bias or None) behind the activation; or their gradients."""
         return parameters[f"{self.last}_w"], parameters.get(f"{self.last}_b")
 

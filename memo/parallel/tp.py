@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from memo.config.layer import Parameter
-from memo.kernels.matmul import Linear, Matmul, Rows
+from memo.kernels.matmul import Linear, Matmul, Operand
 from memo.kernels.rows import chunks, cut, own_ids
 from memo.system.axis import Axis, Works
 
@@ -63,7 +63,7 @@ def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:
 
 # column-parallel: y = x w^T + b, where each rank has some of y's columns; the forward is one product
 
-def column_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Rows,
+def column_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: Operand,
                     linears: Iterable[Linear], gradients: Iterable[Linear]) -> Works[torch.Tensor]:
     """Computes dx, the sum of dy w over linears (w, b) of the same x: (n, tp, O/tp), (tp, n, I) -> Works of
     (n, I). `gradients`: (dw, db) of each, which it adds to. Uses x up."""
@@ -79,7 +79,7 @@ def column_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: 
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Rows],
+def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Operand],
                 w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Computes (n, C) from residual (n, C), x (n, tp, I/tp), w (C, I/tp). `x`: gives rows r as x(r)."""
     def piece(r: slice) -> Iterator[None]:
@@ -97,7 +97,7 @@ def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[
 
 
 # (tp, n, C) -> dx (n, tp, I/tp), over `out`, by default matmul.place() of x
-def row_backward(matmul: Matmul, dy: torch.Tensor, x: Rows, w: torch.Tensor, dw: torch.Tensor,
+def row_backward(matmul: Matmul, dy: torch.Tensor, x: Operand, w: torch.Tensor, dw: torch.Tensor,
                  out: torch.Tensor | None = None) -> torch.Tensor:
     taken = matmul.gradients(dy)
     matmul.weight_gradient(dw, taken, matmul.rows(x.transpose(0, 1)))

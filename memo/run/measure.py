@@ -126,7 +126,7 @@ def matmuls(size: int, rows: int, dtype: torch.dtype, device: torch.device,
     jobs: dict[str, Job] = {"matmul": (products, flops)}
     if with_fp8:
         xq, g, matrix = fp8.rows(x), fp8.gradients(y), fp8.weights(w)
-        dyq, operands = fp8.rounded(g.dy, g.scale[..., None], fp8.E5M2), fp8.gradient_operands(g, xq)
+        dyq, operands = fp8.rounded(g.q, g.scale[..., None], fp8.E5M2), fp8.gradient_operands(g, xq)
 
         def fp8_products() -> None:
             fp8.products(xq.q, xq.scale, matrix, y, fast=True)
