@@ -20,7 +20,7 @@ from memo.config.layout import Layout
 from memo.kernels.attention import BACKENDS
 from memo.kernels.ops import TORCH
 from memo.layer.cp import attention_over_ranks
-from memo.layer.row_order import RowOrder
+from memo.layer.tiles import RowOrder
 from memo.memory.placement import Placement
 from memo.parallel.mesh import open_mesh
 from memo.plots.figures import plain

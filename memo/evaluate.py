@@ -70,7 +70,7 @@ from memo.data.batch import Data, open_dataset
 from memo.errors import ConfigError, warn
 from memo.huggingface.huggingface import OWN, check_reach
 from memo.kernels.rows import own_ids
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.parallel.mesh import open_mesh
 from memo.plots.figures import loss_by_position, needle_map
 from memo.run.load_config import stored_config

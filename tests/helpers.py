@@ -16,7 +16,7 @@ from memo.config.layout import Layout
 from memo.config.msp import helping_pairs
 from memo.estimate.arena import fast_arena
 from memo.huggingface.weights import HfWeights
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.memory.flat import model_parameters
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.run.loggers import read_metrics

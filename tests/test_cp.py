@@ -6,8 +6,7 @@ import torch
 from memo.kernels.attention import BACKENDS
 from memo.kernels.ops import TORCH
 from memo.layer.cp import attention_over_ranks
-from memo.layer.row_order import RowOrder
-from memo.layer.tiles import one_sequence, rank_ranges
+from memo.layer.tiles import RowOrder, one_sequence, rank_ranges
 from memo.system.axis import Axis
 from testing.ranks import pool
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import product
 from operator import eq
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from memo.config import layer
 from memo.kernels.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
 from memo.kernels.ops import TORCH, rotations
+from memo.layer.activations import Weights
 from memo.layer.attend import attend, attend_backward
 from memo.layer.attention import HeadNorms
 from memo.layer.cp import attention_over_ranks
-from memo.layer.row_order import RowOrder
-from memo.layer.tiles import Mask, one_sequence
+from memo.layer.tiles import Mask, RowOrder, one_sequence
 from memo.parallel.mesh import ALONE
 from memo.system.axis import Axis
 from testing.notes import noted_mesh
@@ -313,7 +312,7 @@ def over_masks(host, kind):
 
 # --- norms per head ---
 
-W = SimpleNamespace(q_norm_w=torch.linspace(0.5, 1.5, D), k_norm_w=torch.linspace(1.2, 0.3, D))
+W = Weights(q_norm_w=torch.linspace(0.5, 1.5, D), k_norm_w=torch.linspace(1.2, 0.3, D))
 
 
 def normed_exact(q, k, v, dout):
@@ -336,7 +335,7 @@ def over_normed(host, kind):
     axis, cut = Axis("cp", host.size, host.rank, host.group), CUTS[3]
     prefix = over_prefix(BACKENDS["cpu"], axis, kind, TORCH.merge)
     for elements in (2**26, 2 * max(cut) // axis.size * 2 * D):
-        dw = SimpleNamespace(q_norm_w=torch.zeros(D), k_norm_w=torch.zeros(D))
+        dw = Weights(q_norm_w=torch.zeros(D), k_norm_w=torch.zeros(D))
 
         def prefix_at(at, dw=dw):
             turn = rotations(at.repeat(2), D, 100.0)[:, None]

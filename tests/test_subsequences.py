@@ -14,7 +14,7 @@ from memo.config.layout import ALIGNED, Layout, subsequence_lengths
 from memo.data.batch import open_dataset
 from memo.errors import ConfigError
 from memo.kernels.ops import rotations
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.parallel.mesh import Mesh
 from memo.run.load_config import load_config
 from memo.states.passes import Model

@@ -11,7 +11,7 @@ import torch
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DTYPES
 from memo.errors import ConfigError, DataError, reason
-from memo.layer.row_order import RowOrder
+from memo.layer.tiles import RowOrder
 from memo.system.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
 
 SPLITS = ("train", "val")

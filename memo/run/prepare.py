@@ -30,7 +30,7 @@ from memo.huggingface.weights import check_folder
 from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import aligned, check_matmul
 from memo.kernels.ops import resolve_ops
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.memory.slab import available
 from memo.parallel.mesh import Mesh
 from memo.run import reserve

@@ -26,7 +26,7 @@ from memo.decide.where import Decision
 from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.budget import Estimate
 from memo.estimate.regions import Line
-from memo.layer.row_order import RowOrder
+from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model

@@ -21,7 +21,7 @@ from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
 from memo.layer.attend import Attention
 from memo.layer.edges import Edges
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement

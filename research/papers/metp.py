@@ -9,7 +9,7 @@ from memo.decide.where import GAPS
 from memo.estimate.arena import fast_arena, traced_arena
 from memo.estimate.budget import estimate
 from memo.estimate.search import config_with, estimate_or_none, longest
-from memo.layer.row_order import row_order
+from memo.layer.tiles import row_order
 from memo.parallel.mesh import open_mesh
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.run.load_config import load_config
