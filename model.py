@@ -102,14 +102,14 @@ class Block:
                attend: Callable[..., torch.Tensor], out: torch.Tensor) -> None:
         """Computes the forward of one sequence's last token alone, as text is generated. Its query sees
         all `keys` and `values` (1, T, Hkv, D), as pieces hold them; the last ones are its own, and written
-        here. `attend(q, keys, values, scale)`: attention of one query."""
+        here. `attend(q, keys, values)`: attention of one query."""
         self.queries_keys_values(s, self.every_row)
         q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
         if self.attention.head_norms:
             norms = self.attention.norms(s)
             q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
-        s.attn_out.view(q.shape).copy_(attend(q, keys, values, self.attention.scale))
+        s.attn_out.view(q.shape).copy_(attend(q, keys, values))
         self.projection(s, self.every_row)
         self.mlp_but_output(s, self.every_row)
         self.output(s, out)
@@ -118,10 +118,9 @@ class Block:
         """Makes ln1_out, q, k, v from x. Heads with norms (Qwen 3) are normed and rotated later."""
         self.norm_forward("ln1", s.x, s, rows["ln1_out"])
         self.columns(s, self.qkv(self.w), self.operand(s, "ln1_out"), rows)
-        if s.turn is not None and not self.attention.head_norms:
-            for name in "qk":
-                if rows[name] != NO_ROWS:
-                    self.ops.rotary(getattr(s, name)[rows[name]], s.turn[rows[name]], back=False)
+        for name in "qk":
+            if rows[name] != NO_ROWS:
+                self.attention.rotate(getattr(s, name)[rows[name]], s, rows[name])
         if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
             self.attention.put_keys(s, *self.keys_of(s)[0])
 
@@ -232,8 +231,8 @@ class Block:
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients
-        for g in dqkv[:2] if s.turn is not None and not attention.head_norms else ():
-            self.ops.rotary(g, s.turn, back=True)
+        for g in dqkv[:2]:
+            attention.rotate(g, s, back=True)
         in_turns(self.tp, dy.device, 0, len(dy), partial(self.queries_keys_values_backward, dy, s, dqkv))
         return s.x
 

@@ -45,10 +45,10 @@ from memo.system.files import read_text, reading
 from model import GPT, Block
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attends from one query (1, 1, H, D) to keys (1, T, Hkv, D), which not every kernel can."""
     heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
-    out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
+    out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2))
     return out.reshape(q.shape)
 
 

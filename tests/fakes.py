@@ -86,7 +86,8 @@ def function(name, signature, body):
 def forward(version):
     def body(a):
         check(a)
-        out, lse = math_forward(a["q"], a["k"], a["v"], a["causal"], a["softmax_scale"])
+        assert a["softmax_scale"] == a["q"].shape[-1]**-0.5
+        out, lse = math_forward(a["q"], a["k"], a["v"], a["causal"])
         if a.get("out") is not None:
             out = a["out"].copy_(out)
         assert a.get("out_") is None
@@ -102,8 +103,8 @@ def backward(version):
         check(a)
         causal = a["is_causal"] if "is_causal" in a else a["causal"]
         lse = a["lse"] if "lse" in a else a["softmax_lse"]
-        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal,
-                                  a["softmax_scale"])
+        assert a["softmax_scale"] == a["q"].shape[-1]**-0.5
+        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal)
         assert lse.is_contiguous() and a["deterministic"] is torch.are_deterministic_algorithms_enabled()
         for name, g in zip(("dq", "dk", "dv"), gradients, strict=True):
             a[name].copy_(g)

@@ -70,11 +70,11 @@ def test_backends_agree_with_the_mathematics(name, kv_heads, causal):
         return
     q, k, v, dout = tensors((2, 200, 6, 64), device, dtype, kv_heads)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
-    out, lse = BACKENDS[name].forward(q, k, v, causal, 0.125)
+    out, lse = BACKENDS[name].forward(q, k, v, causal)
     want, want_lse, *gradients = exact(q, k, v, dout, causal, 0.125)
     assert lse.shape == (2, 6, 200) and lse.dtype == torch.float32
     assert error(lse, want_lse) < limit and error(out.float(), want) < limit
-    ours = BACKENDS[name].backward(dout, q, k, v, out, lse, causal, 0.125)
+    ours = BACKENDS[name].backward(dout, q, k, v, out, lse, causal)
     for got, g in zip(ours, gradients, strict=True):
         assert got.shape == g.shape and error(got.float(), g) < limit
 
@@ -103,16 +103,16 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
     out, lse = torch.zeros(2, 24, 4, 16), torch.zeros(2, 4, 24)
     torch.use_deterministic_algorithms(deterministic)
     try:
-        attend(alone(kernel, 24), q, [(k, v)], 0.25, out, lse)
+        attend(alone(kernel, 24), q, [(k, v)], out, lse)
         assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
         keys = [(k.clone(), v.clone())]
-        got = attend_backward(alone(kernel, 24), dout, q.clone(), keys, [], out, lse, 0.25)
+        got = attend_backward(alone(kernel, 24), dout, q.clone(), keys, [], out, lse)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(error(a, b) < 1e-5 for a, b in zip(got, gradients, strict=True))
     if not deterministic:  # half of a ring's blocks: no mask, more queries than keys
         want, want_lse, *_ = exact(q, k[:, :12], v[:, :12], dout, False, 0.25)
-        out, lse = kernel.forward(q, k[:, :12], v[:, :12], False, 0.25)
+        out, lse = kernel.forward(q, k[:, :12], v[:, :12], False)
         assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
 
 
@@ -274,8 +274,8 @@ def test_a_trace_has_the_requests_of_its_kernel(name, kv_heads):
     q, k, v, dout, out = (torch.empty(s, dtype=torch.bfloat16, device="meta")
                           for s in (shape, shared, shared, shape, shape))
     lse = torch.empty(1, 4, 256, device="meta")
-    arena.run("forward", attend, alone(kernel, q.shape[1]), q, [(k, v)], 0.125, out, lse)
-    arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True, 0.125)
+    arena.run("forward", attend, alone(kernel, q.shape[1]), q, [(k, v)], out, lse)
+    arena.run("backward", kernel.backward, dout, q, k, v, out, lse, True)
     segments = arena.recorded().segments
     sizes = {label: [event[-1] for event in events if event[0] == "malloc"]
              for label, events in segments.items()}
@@ -303,8 +303,8 @@ def test_cudnn_is_handed_nothing_that_32_bits_cannot_count(T):
     q, k, v, dout, out = (torch.empty(1, T, 32, 128, dtype=torch.bfloat16, device="meta") for _ in range(5))
     lse = torch.empty(1, 32, T, device="meta")
     with Watch():
-        attend(alone(cudnn, q.shape[1]), q, [(k, v)], 0.1, out, lse)
-        attend_backward(alone(cudnn, q.shape[1]), dout, q, [(k, v)], [], out, lse, 0.1)
+        attend(alone(cudnn, q.shape[1]), q, [(k, v)], out, lse)
+        attend_backward(alone(cudnn, q.shape[1]), dout, q, [(k, v)], [], out, lse)
     assert len(handed) == 64
     spans = {sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for ts in handed for t in ts}
     assert max(spans) < 2**31

@@ -25,20 +25,20 @@ def attend(host, kind, dtype, limit, Hkv):
     """Every rank's part of attention and of its gradients is what one process finds; bytes as the formulas
     say."""
     axis = Axis("cp", host.size, host.rank, host.group)
-    B, S, H, D, scale = 2, 256, 4, 16, 0.25
+    B, S, H, D = 2, 256, 4, 16
     generator = torch.Generator().manual_seed(0)
     q, dout = torch.randn(2, B, S, H, D, generator=generator).to(dtype)
     k, v = torch.randn(2, B, S, Hkv, D, generator=generator).to(dtype)
     mine = positions(S, axis, kind)
     for name in ("cpu", "math"):
         attention = BACKENDS[name]
-        out, lse = attention.forward(q, k, v, True, scale)
-        want = [out, *attention.backward(dout, q, k, v, out, lse, True, scale)]
+        out, lse = attention.forward(q, k, v, True)
+        want = [out, *attention.backward(dout, q, k, v, out, lse, True)]
         q_, k_, v_, dout_ = (t[:, mine].contiguous() for t in (q, k, v, dout))
         [met] = RowOrder([(S,)], kind, axis.size).meetings(0, 0, S // axis.size)
         parallel = attention_over_ranks(attention, axis, kind, TORCH.merge)[0].among(met)
         axis.sent_bytes = 0
-        out_, lse_ = parallel.forward(q_, [(k_, v_)], scale)
+        out_, lse_ = parallel.forward(q_, [(k_, v_)])
         cp, block, keys = axis.size, q_.nbytes, k_.nbytes
         every = max(keys, keys * cp // Hkv)  # where there are fewer heads than ranks, each goes to several
         exchanged = 2 * (block + every) * (cp - 1) // cp
@@ -46,7 +46,7 @@ def attend(host, kind, dtype, limit, Hkv):
         assert out_.dtype == dtype and lse_.shape == (B, H, S // cp)
         if kind == "ring":
             assert (lse_ - lse[..., mine]).abs().max() < limit
-        found = [out_, *parallel.backward(dout_, q_, [(k_, v_)], [], out_, lse_, scale)]
+        found = [out_, *parallel.backward(dout_, q_, [(k_, v_)], [], out_, lse_)]
         for got, whole in zip(found, want, strict=True):
             error = (got - whole[:, mine]).float().norm() / whole[:, mine].float().norm()
             assert got.dtype == dtype and error < limit, (name, error)
@@ -84,7 +84,7 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
 def test_one_rank_is_the_plain_attention():
     q, k, v, dout = torch.randn(4, 1, 64, 2, 16, generator=torch.Generator().manual_seed(0))
     alone = attention_over_ranks(BACKENDS["cpu"], Axis("cp"), "ring", TORCH.merge)[0].among(one_sequence(64))
-    out, lse = BACKENDS["cpu"].forward(q, k, v, True, 0.25)
-    assert all(map(torch.equal, alone.forward(q, [(k, v)], 0.25), (out, lse)))
-    want = BACKENDS["cpu"].backward(dout, q, k, v, out, lse, True, 0.25)
-    assert all(map(torch.equal, alone.backward(dout, q, [(k, v)], [], out, lse, 0.25), want))
+    out, lse = BACKENDS["cpu"].forward(q, k, v, True)
+    assert all(map(torch.equal, alone.forward(q, [(k, v)]), (out, lse)))
+    want = BACKENDS["cpu"].backward(dout, q, k, v, out, lse, True)
+    assert all(map(torch.equal, alone.backward(dout, q, [(k, v)], [], out, lse), want))

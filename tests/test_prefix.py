@@ -25,7 +25,7 @@ from testing.rendezvous import validate_programs
 from tests import fakes
 from tests.helpers import error
 
-H, D, SCALE = 4, 16, 0.25
+H, D = 4, 16
 CUTS = {1: (64,), 2: (64, 32), 3: (64, 48, 32), 5: (48, 16, 32, 16, 16)}  # tokens of each subsequence
 
 
@@ -38,8 +38,8 @@ def tensors(S, Hkv, B=2, dtype=torch.float32):
 def exact(q, k, v, dout):
     """out, dq, dk, dv of the whole sequence."""
     q, k, v, dout = (t.float() for t in (q, k, v, dout))
-    out, lse = math_forward(q, k, v, True, SCALE)
-    return out, *math_backward(dout, q, k, v, out, lse, True, SCALE)
+    out, lse = math_forward(q, k, v, True)
+    return out, *math_backward(dout, q, k, v, out, lse, True)
 
 
 def order_of(cut, axis=ALONE.tokens, kind="ring"):
@@ -68,14 +68,13 @@ def pass_over(prefix_at, order, q, k, v, dout):
     for at, prefix in zip(mine, prefixes, strict=True):
         pieces.append(prefix.to_pieces(k[:, at], v[:, at]))
         out, lse = torch.empty_like(q[:, at]), torch.empty(len(q), H, len(at))
-        attend(prefix, q[:, at], pieces, SCALE, out, lse)
+        attend(prefix, q[:, at], pieces, out, lse)
         found[0][:, at] = out
         units.append((out, lse))
     sums = [tuple(torch.zeros_like(t, dtype=torch.float32) for t in piece) for piece in pieces]
     for i in reversed(range(len(mine))):
         at, prefix = mine[i], prefixes[i]
-        [dq] = attend_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i],
-                               SCALE)
+        [dq] = attend_backward(prefix, dout[:, at], q[:, at], pieces[:i + 1], sums[:i + 1], *units[i])
         assert dq.dtype == q.dtype
         found[1][:, at] = dq
         for whole, g in zip(found[2:], prefix.from_pieces(*sums[i], k[:, at], v[:, at]), strict=True):
@@ -132,8 +131,8 @@ def test_groups_that_the_caller_makes_are_all_heads():
         for h, kv in groups:
             of = [[tuple(t[:, :, kv] for t in pair) for pair in pairs] for pairs in (pieces, sums)]
             mine = q[:, last][:, :, h], dout[:, last][:, :, h], out[:, :, h], lse[:, h]
-            attend(prefix, mine[0], of[0], SCALE, *mine[2:])
-            dq += attend_backward(prefix, mine[1], mine[0], *of, *mine[2:], SCALE)
+            attend(prefix, mine[0], of[0], *mine[2:])
+            dq += attend_backward(prefix, mine[1], mine[0], *of, *mine[2:])
         return [out, lse, torch.cat(dq, 2), *(t for pair in sums for t in pair)]
     want = attended((slice(H), slice(2)))
     assert all(a.equal(b) for a, b in zip(attended((slice(2), slice(1)), (slice(2, H), slice(1, 2))), want,
@@ -152,10 +151,10 @@ def test_one_piece_is_the_plain_call():
     kernel = Kernel("cpu", called("forward"), called("backward"))
     prefix = over_prefix(kernel, ALONE.tokens, "ring", TORCH.merge).among(one_sequence(64))
     out, lse, sums = torch.empty_like(q), torch.empty(2, H, 64), tuple(torch.zeros(2, 2, 64, 2, D))
-    attend(prefix, q, [(k, v)], SCALE, out, lse)
-    [dq] = attend_backward(prefix, dout, q, [(k, v)], [sums], out, lse, SCALE)
-    want_out, want_lse = BACKENDS["cpu"].forward(q, k, v, True, SCALE)
-    want = BACKENDS["cpu"].backward(dout, q, k, v, want_out, want_lse, True, SCALE)
+    attend(prefix, q, [(k, v)], out, lse)
+    [dq] = attend_backward(prefix, dout, q, [(k, v)], [sums], out, lse)
+    want_out, want_lse = BACKENDS["cpu"].forward(q, k, v, True)
+    want = BACKENDS["cpu"].backward(dout, q, k, v, want_out, want_lse, True)
     assert len(calls) == 2 and calls[0][3] is calls[1][6] is True
     assert out.equal(want_out) and lse.equal(want_lse) and dq.equal(want[0])
     for g, g_ in zip(prefix.from_pieces(*sums, k, v), want[1:], strict=True):
@@ -204,8 +203,8 @@ def test_nothing_is_larger_than_the_queries_or_keys_of_a_group(kind, size, monke
     sums = [tuple(torch.zeros_like(t) for t in piece) for piece in pieces]
     out, lse = torch.zeros_like(q), torch.zeros(2, H, T)
     with Largest() as largest:
-        attend(prefix, q, pieces, SCALE, out, lse)
-        attend_backward(prefix, dout, q, pieces, sums, out, lse, SCALE)
+        attend(prefix, q, pieces, out, lse)
+        attend_backward(prefix, dout, q, pieces, sums, out, lse)
     assert largest.nbytes == q.nbytes // 2
 
 
@@ -260,7 +259,7 @@ def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
     plain = attention_over_ranks(BACKENDS["cpu"], axis, "ring", TORCH.merge)[0].among(
         meeting(order_of((128,), axis), 0))
     q, k, v, dout = tensors(128 // size, Hkv, dtype=dtype)
-    plain.backward(dout, q, [(k, v)], [], *plain.forward(q, [(k, v)], SCALE), SCALE)
+    plain.backward(dout, q, [(k, v)], [], *plain.forward(q, [(k, v)]))
     keys = (size - 1) * (4 * k.nbytes + 2 * 4 * k.numel())  # k, v, once more, with gradients in fp32
     assert axis.sent_bytes == keys
     # q, then q, dout, out; out and dq in fp32, and lse with both
@@ -280,7 +279,7 @@ def masked(q, k, v, dout, mask):
     seen = torch.tensor([[j <= i and mask.sees(part[i], part[j]) for j in range(len(part))]
                          for i in range(len(part))])
     q_, k_, v_ = (t.transpose(1, 2) for t in given)
-    out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, seen, scale=SCALE, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, seen, enable_gqa=True)
     out.transpose(1, 2).backward(dout.double())
     return [t.float() for t in (out.detach().transpose(1, 2), *(t.grad for t in given))]
 
@@ -302,9 +301,9 @@ def over_masks(host, kind):
                 at = order.positions()[0]
                 q, k, v, dout = (t[:, at] for t in whole)
                 made = made.among(meeting(order, 0))
-                out, lse = made.forward(q, [(k, v)], SCALE)
+                out, lse = made.forward(q, [(k, v)])
                 found = [torch.zeros_like(t) for t in (whole[0], *whole[:3])]
-                gradients = made.backward(dout, q, [(k, v)], [], out, lse, SCALE)
+                gradients = made.backward(dout, q, [(k, v)], [], out, lse)
                 for t, g in zip(found, (out, *gradients), strict=True):
                     t[:, at] = g
             compare(found, masked(*whole, mask), order, 1e-5)
@@ -325,7 +324,7 @@ def normed_exact(q, k, v, dout):
         return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
     out = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (normed(given[0], given[3]), normed(given[1], given[4]), given[2])),
-        is_causal=True, scale=SCALE, enable_gqa=True).transpose(1, 2)
+        is_causal=True, enable_gqa=True).transpose(1, 2)
     out.backward(dout)
     return [out, *(t.grad for t in given)]
 

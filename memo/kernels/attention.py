@@ -1,10 +1,10 @@
 """Attention on one device: the kernels, each a pair `forward -> out, lse` and `backward -> dq, dk, dv`.
 
 Shapes: q, out and their gradients (B, T, H, D), k, v and theirs (B, T, Hkv, D), any strides with D innermost;
-lse (B, H, T) fp32, natural logarithm, scale included. Query head h reads head h Hkv // H of keys and values,
-which no kernel copies. A causal mask aligns the first query with the first key. A backward takes out and lse
-of all keys that its queries see, which may be more than it is given. See memo/kernels/backends.py for the
-choice, memo/layer/attend.py for which queries meet which keys."""
+lse (B, H, T) fp32, natural logarithm, of scores over sqrt(D). Query head h reads head h Hkv // H of keys and
+values, which no kernel copies. A causal mask aligns the first query with the first key. A backward takes out
+and lse of all keys that its queries see, which may be more than it is given. See memo/kernels/backends.py for
+the choice, memo/layer/attend.py for which queries meet which keys."""
 
 import importlib
 import inspect
@@ -28,10 +28,11 @@ class Kernel(NamedTuple):
     """Holds the functions of a kernel."""
 
     name: str
-    forward: Callable[..., Result]  # of (q, k, v, causal, scale)
-    backward: Callable[..., Gradients]  # of (dout, q, k, v, out, lse, causal, scale)
+    forward: Callable[..., Result]  # of (q, k, v, causal)
+    backward: Callable[..., Gradients]  # of (dout, q, k, v, out, lse, causal)
     takes_out: bool = False  # forward has out=, where it writes
     label: str = ""  # name and version, and why it was chosen
+    merge: Callable[..., object] | None = None  # that of an ops.Ops
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -41,8 +42,9 @@ def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
 
-def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * scale
+def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+    # the product of a query and a key has a variance of D; the softmax wants 1
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * q.shape[-1]**-0.5
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(later, -torch.inf)
@@ -54,21 +56,21 @@ def repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
-    scores = math_scores(q, k, causal, scale)
+def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
+    scores = math_scores(q, k, causal)
     lse = scores.logsumexp(-1)
     p = scores.sub_(lse[..., None]).exp_()
     return torch.einsum("bhqk,bkhd->bqhd", p, repeated(v, q).float()).to(q.dtype), lse
 
 
 def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                  lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
-    p = math_scores(q, k, causal, scale).sub_(lse[..., None]).exp_()
+                  lse: torch.Tensor, causal: bool) -> Gradients:
+    p = math_scores(q, k, causal).sub_(lse[..., None]).exp_()
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
     dp = torch.einsum("bqhd,bkhd->bhqk", dout, repeated(v, q).float())
     delta = (dout * out.float()).sum(-1).transpose(1, 2)[..., None]
-    ds = p.mul_(dp.sub_(delta)).mul_(scale)
+    ds = p.mul_(dp.sub_(delta)).mul_(q.shape[-1]**-0.5)
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, repeated(k, q).float())
     dk = torch.einsum("bhqk,bqhd->bkhd", ds, q.float())
     dk, dv = (g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))  # over the heads that share one
@@ -77,30 +79,30 @@ def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch
 
 # --- torch's own kernels ---
 
-def cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+def cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads_first(q, k, v), 0.0, causal, scale=scale)
+        *heads_first(q, k, v), 0.0, causal)
     return out.transpose(1, 2), lse
 
 
 def cpu_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                 lse: torch.Tensor, causal: bool) -> Gradients:
     return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first(dout, q, k, v, out), lse, 0.0, causal, scale=scale))
+        *heads_first(dout, q, k, v, out), lse, 0.0, causal))
 
 
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        *heads_first(q, k, v), 0.0, causal, False, scale=scale)
+        *heads_first(q, k, v), 0.0, causal)
     return out.transpose(1, 2), lse
 
 
 def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                   lse: torch.Tensor, causal: bool) -> Gradients:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
     return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *heads_first(dout, q, k, v, out), lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused,
-        unused, scale=scale))
+        unused))
 
 
 def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -109,18 +111,18 @@ def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t if span < FAR else t.contiguous() for t, span in zip(tensors, spans, strict=True)]
 
 
-def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Result:
+def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *heads_first(*near(q, k, v)), None, True, 0.0, causal, False, scale=scale)
+        *heads_first(*near(q, k, v)), None, True, 0.0, causal)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
 def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                   lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                   lse: torch.Tensor, causal: bool) -> Gradients:
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
     return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *heads_first(*near(dout, q, k, v, out)), lse[..., None], unused, unused, None, None, None, q.shape[1],
-        k.shape[1], 0.0, causal, scale=scale))
+        k.shape[1], 0.0, causal))
 
 
 # --- the flash-attn packages, where they are installed ---
@@ -183,15 +185,15 @@ def installed_kernel(name: str) -> Kernel:
     # a custom op spells it out_, and may not return it: that does not count
     takes_out = "out" in parameters_of(getattr(package, forward))
 
-    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                           **out: torch.Tensor) -> Result:
-        return forward_(q=q, k=k, v=v, scale=scale, causal=causal, **lse, **out)[:2]
+        return forward_(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, causal=causal, **lse, **out)[:2]
 
     def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                           out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                           out: torch.Tensor, lse: torch.Tensor, causal: bool) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=scale, causal=causal,
-                  deterministic=torch.are_deterministic_algorithms_enabled())
+        backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
+                  causal=causal, deterministic=torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
     label = next((f"{name} {found.version}" for found in distributions(name=distribution)), name)
     return Kernel(name, attention_forward, attention_backward, takes_out, label)
@@ -207,14 +209,14 @@ def _(kernel: str, q: torch.Tensor, k: torch.Tensor) -> None:
     """Stands for a package's kernel: what it takes for itself, memo.profiler adds to a trace."""
 
 
-def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float,
+def meta_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
                  out: torch.Tensor | None = None) -> Result:
     B, T, H, D = q.shape
     return torch.empty_like(q) if out is None else out, q.new_empty(B, H, T, dtype=torch.float32)
 
 
 def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float) -> Gradients:
+                  out: torch.Tensor, lse: torch.Tensor, causal: bool) -> Gradients:
     gradients = [torch.empty_like(t) for t in (q, k, v)]
     torch.ops.memo.attention_backward(name, q, k)
     return gradients

@@ -25,8 +25,8 @@ from memo.layer.activations import Pieces
 from memo.layer.tiles import EVERYTHING, Meeting, Tiles
 from memo.parallel.visits import Visits
 
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]  # that of an ops.Ops
 Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see layer/cp.py
+Ring = tuple[Visits, Meanwhile]  # what start_keys() gives, and that
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -41,8 +41,8 @@ def rounded(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 class Attention(NamedTuple):
     """Holds attention on the ranks that share the tokens:
 
-    forward(q, pieces, scale, met) -> out (fp32 where it is merged), lse. `met`: a Meeting
-    backward(dout, q, pieces, sums, out, lse, scale, met)
+    forward(q, pieces, met) -> out (fp32 where it is merged), lse. `met`: a Meeting
+    backward(dout, q, pieces, sums, out, lse, met)
         adds to `sums` -> [dq] (fp32 where it is a sum); without sums, of one piece, [dq, dk, dv]
     to_pieces(k, v): the rank's own (B, T, Hkv, D) -> as pieces of several subsequences hold them
     from_pieces(dk, dv, k, v)
@@ -97,7 +97,7 @@ def of_heads(pairs: Pieces, kv: slice) -> Pieces:
 
 
 def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
-    """Sends off the keys and values that attend() of H query heads gets as `coming`; None: none are sent."""
+    """Sends off the first keys and values that attend() of H query heads meets; None: none are sent."""
     if attention.start is None:
         return None
     B, T, Hkv, D = k.shape
@@ -105,43 +105,44 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
     return attention.start(k[:, :, kv], v[:, :, kv])
 
 
-def ends(groups: list[tuple[slice, slice]], h: slice, coming: Visits | None,
-         meanwhile: Meanwhile | None) -> dict[str, object]:
-    """Gives `coming` to the first group of heads and `meanwhile` to the last, where there are such."""
-    given = dict(coming=coming if h is groups[0][0] else None,
-                 meanwhile=meanwhile if h is groups[-1][0] else None)
-    return {name: value for name, value in given.items() if value is not None}
+def nothing(done: int, left: int) -> None:
+    pass
 
 
-def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, scale: float, out: torch.Tensor,
-           lse: torch.Tensor, coming: Visits | None = None, meanwhile: Meanwhile | None = None) -> None:
-    """Writes the attention of q to the pieces into out (B, T, H, D) and lse (B, H, T). `coming`: see
-    start_keys(); `meanwhile` is called between the blocks of a ring (layer/cp.py)."""
+def ends(groups: list[tuple[slice, slice]], h: slice, ring: Ring | None) -> dict[str, object]:
+    """Gives the keys under way to the first group of heads, what to do meanwhile to the last."""
+    if ring is None:
+        return {}
+    return dict(coming=ring[0] if h is groups[0][0] else None,
+                meanwhile=ring[1] if h is groups[-1][0] else nothing)
+
+
+def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, out: torch.Tensor, lse: torch.Tensor,
+           ring: Ring | None = None) -> None:
+    """Writes the attention of q to the pieces into out (B, T, H, D) and lse (B, H, T)."""
     groups, ranks = groups_of(attention, q, pieces), attention.ranks
     for h, kv in groups:
         place = dealt(attention, out, h)
         where = dict(out=place.flatten(2, 3)) if attention.takes_out else {}
         out_, lse[:, h.start * ranks:h.stop * ranks] = attention.forward(
-            dealt(attention, q, h).flatten(2, 3), of_heads(pieces, kv), scale, **where,
-            **ends(groups, h, coming, meanwhile))
+            dealt(attention, q, h).flatten(2, 3), of_heads(pieces, kv), **where, **ends(groups, h, ring))
         if not where:
             place.copy_(out_.view(place.shape))
         del out_  # before the next group's
 
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                    out: torch.Tensor, lse: torch.Tensor, scale: float, coming: Visits | None = None,
-                    meanwhile: Meanwhile | None = None) -> Gradients:
-    """Adds to `sums` -> [dq]; without sums [dq, dk, dv]. `coming`, `meanwhile`: as attend(). Several
-    groups of heads write them over q, k, v, so that each gradient exists once. Groups that share a head of
-    keys follow each other: without sums their gradients of it are summed in fp32."""
+                    out: torch.Tensor, lse: torch.Tensor, ring: Ring | None = None) -> Gradients:
+    """Adds to `sums` -> [dq]; without sums [dq, dk, dv]. Several groups of heads write them over q, k, v, so
+    that each gradient exists once. Groups that share a head of keys follow each other: without sums their
+    gradients of it are summed in fp32."""
     groups, ranks = groups_of(attention, q, pieces), attention.ranks
     shared, next_keys = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
     for (h, kv), following in zip(groups, next_keys, strict=True):
         dout_, q_, out_ = (dealt(attention, x, h).flatten(2, 3) for x in (dout, q, out))
         dq, *dkv = attention.backward(dout_, q_, of_heads(pieces, kv), of_heads(sums, kv), out_,
-                                      lse[:, h.start * ranks:h.stop * ranks].contiguous(), scale,
-                                      **ends(groups, h, coming, meanwhile))
+                                      lse[:, h.start * ranks:h.stop * ranks].contiguous(),
+                                      **ends(groups, h, ring))
         del dout_, q_, out_
         if len(groups) == 1:
             return [dq.to(q.dtype), *dkv]
@@ -166,9 +167,10 @@ def unmet(q: torch.Tensor) -> Result:
     return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
 
 
-def merge_rows(merge: Merge, total: Result, rows: slice, part: Result) -> None:
+def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor]) -> None:
     """Merges the result of some rows into that of all, of which out is fp32."""
-    merge(total[0][:, rows], total[1][..., rows], *part)
+    assert kernel.merge
+    kernel.merge(total[0][:, rows], total[1][..., rows], *part)
 
 
 def rows_met(tiles: Sequence[Tiles]) -> slice:
@@ -186,20 +188,20 @@ def within(rows: slice, queries: slice) -> slice:
     return queries if rows == EVERYTHING else slice(queries.start - rows.start, queries.stop - rows.start)
 
 
-def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float,
-                   tiles: Sequence[Tiles], **where: torch.Tensor) -> Result:
+def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Sequence[Tiles],
+                   **where: torch.Tensor) -> Result:
     """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces;
     `where`: out=, memory for the result, of a kernel that takes it."""
     rows, total = rows_met(tiles), None
     given = where if sum(map(len, tiles)) == 1 else {}
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
         for queries, keys, causal in of_piece:
-            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, scale, **given)
+            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, **given)
             if total is None and queries == rows:
                 total = part
             else:
                 total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
-                merge_rows(merge, total, within(rows, queries), part)
+                merge_rows(kernel, total, within(rows, queries), part)
             del part  # before the next tile's
     assert total is not None
     for out in where.values() if not given else ():
@@ -208,13 +210,13 @@ def pieces_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces
 
 
 def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                    out: torch.Tensor, lse: torch.Tensor, scale: float, tiles: Sequence[Tiles]) -> Gradients:
+                    out: torch.Tensor, lse: torch.Tensor, tiles: Sequence[Tiles]) -> Gradients:
     """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
     rows, dq, totals = rows_met(tiles), None, sums
     for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
         for queries, keys, causal in of_piece:
             dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
-                                        out[:, queries], lse[..., queries].contiguous(), causal, scale)
+                                        out[:, queries], lse[..., queries].contiguous(), causal)
             if not sums and len(of_piece) == 1:
                 return [dq_, *dkv]
             totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
@@ -246,16 +248,14 @@ def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
         rows = [slice(0, keys.start)] * (keys.start > 0) + [keys]
         return [*pieces[:-1], *((k[:, r], v[:, r]) for k, v in pieces[-1:] for r in rows)]
 
-    def forward(q: torch.Tensor, pieces: Pieces, scale: float) -> Result:
-        out, lse = zip(*(part.forward(q[:, r], met(pieces, keys), scale) for r, keys, part in parts),
-                       strict=True)
+    def forward(q: torch.Tensor, pieces: Pieces) -> Result:
+        out, lse = zip(*(part.forward(q[:, r], met(pieces, keys)) for r, keys, part in parts), strict=True)
         return torch.cat(out, 1), torch.cat(lse, 2)
 
     def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces, out: torch.Tensor,
-                 lse: torch.Tensor, scale: float) -> Gradients:
-        return [torch.cat([part.backward(
-            dout[:, r], q[:, r], met(pieces, keys), met(sums, keys), out[:, r], lse[:, :, r].contiguous(),
-            scale)[0] for r, keys, part in parts], 1)]
+                 lse: torch.Tensor) -> Gradients:
+        return [torch.cat([part.backward(dout[:, r], q[:, r], met(pieces, keys), met(sums, keys), out[:, r],
+                                         lse[:, :, r].contiguous())[0] for r, keys, part in parts], 1)]
 
     def to_pieces(k: torch.Tensor, v: torch.Tensor) -> Pair:
         ks, vs = zip(*(attention.to_pieces(k[:, r], v[:, r]) for r, *_ in parts), strict=True)

@@ -17,7 +17,7 @@ from memo.config.layer import layer_of
 from memo.kernels.attention import Gradients, Result
 from memo.kernels.ops import Ops
 from memo.layer.activations import Activations, Pieces, Weights
-from memo.layer.attend import Attention, Meanwhile, Pair, attend, attend_backward, in_slices, of_heads
+from memo.layer.attend import Attention, Pair, Ring, attend, attend_backward, in_slices, of_heads
 from memo.layer.tiles import EVERYTHING
 from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Visits
@@ -107,8 +107,7 @@ class LayerAttention:
                  mesh: Mesh) -> None:
         self.w, self.dw, self.ops, self.eps = w, dw, ops, cfg.norm_eps
         (self.whole, self.pieces), layer = attention, layer_of(cfg)
-        # the product of a query and a key has a variance of D; the softmax wants 1
-        self.head_dim, self.scale = layer.head_dim, layer.head_dim ** -0.5
+        self.head_dim = layer.head_dim
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)
         self.head_norms = layer.head_norms
         self.keys_change = layer.head_norms or self.pieces.ranks > 1  # on their way to a piece
@@ -116,6 +115,11 @@ class LayerAttention:
     def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
         return [x.view(like.shape[0], like.shape[2], -1, self.head_dim) for x in rows]
+
+    def rotate(self, x: torch.Tensor, s: Activations, rows: slice = EVERYTHING, back: bool = False) -> None:
+        """Rotates those rows of q or k, (n, tp, width/tp), in place; norms per head come before that."""
+        if s.turn is not None and not self.head_norms:
+            self.ops.rotary(x, s.turn[rows], back)
 
     def norms(self, s: Activations) -> HeadNorms:
         return HeadNorms(self.ops, self.w, self.dw, self.eps, s.turn)
@@ -137,17 +141,15 @@ class LayerAttention:
             place.copy_(tensor)
 
     def forward(self, s: Activations, q: torch.Tensor, keys: Pieces, out: torch.Tensor, lse: torch.Tensor,
-                kv: slice = EVERYTHING, coming: Visits | None = None,
-                meanwhile: Meanwhile | None = None) -> None:
+                kv: slice = EVERYTHING, ring: Ring | None = None) -> None:
         """Writes into out and lse the attention of q to the pieces, else to `keys` [(k, v)]: see attend()."""
-        attend(self.over(s), q, of_heads(s.pieces, kv) or keys, self.scale, out, lse, coming, meanwhile)
+        attend(self.over(s), q, of_heads(s.pieces, kv) or keys, out, lse, ring)
 
     def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,
-                 lse: torch.Tensor, kv: slice = EVERYTHING, coming: Visits | None = None,
-                 meanwhile: Meanwhile | None = None) -> Gradients:
+                 lse: torch.Tensor, kv: slice = EVERYTHING, ring: Ring | None = None) -> Gradients:
         """Computes dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
         return attend_backward(self.over(s), dout, q, of_heads(s.pieces, kv) or keys,
-                               of_heads(s.sums, kv), out, lse, self.scale, coming, meanwhile)
+                               of_heads(s.sums, kv), out, lse, ring)
 
     def key_gradients(self, s: Activations, k: torch.Tensor, v: torch.Tensor,
                       kv: slice = EVERYTHING) -> Gradients:

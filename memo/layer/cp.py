@@ -16,7 +16,7 @@ heads that reads them (attend.py), of several subsequences once, when the pieces
 divide them, each goes to several ranks. Shapes as in memo/kernels/attention.py. The host waits for no GPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd
 
@@ -27,9 +27,9 @@ from memo.layer.activations import Pieces
 from memo.layer.attend import (
     Attention,
     Meanwhile,
-    Merge,
     Pair,
     merge_rows,
+    nothing,
     pieces_backward,
     pieces_forward,
     rows_met,
@@ -48,13 +48,8 @@ def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visi
     return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
 
 
-def nothing(done: int, left: int) -> None:
-    pass
-
-
-def ring_forward(kernel: Kernel, axis: Axis, ahead: int, merge: Merge, q: torch.Tensor, pieces: Pieces,
-                 scale: float, met: Meeting, coming: Visits | None = None,
-                 meanwhile: Meanwhile = nothing) -> Result:
+def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces: Pieces, met: Meeting,
+                 coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Result:
     [kv], total = [[t.contiguous() for t in pair] for pair in pieces], None
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
@@ -63,12 +58,12 @@ def ring_forward(kernel: Kernel, axis: Axis, ahead: int, merge: Merge, q: torch.
             kv = next(coming)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
         for queries, keys, causal in tiles:
-            part = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal, scale)
+            part = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal)
             if total is None and queries == EVERYTHING:
                 total = part[0].float(), part[1]
             else:
                 total = total or unmet(q)
-                merge_rows(merge, total, queries, part)
+                merge_rows(kernel, total, queries, part)
         del kv  # before the next hop, or the result, takes memory
     assert total is not None
     return total[0].to(q.dtype), total[1]
@@ -80,7 +75,7 @@ def arrived(travelling: Hop | None, kv: Sequence[torch.Tensor]) -> Gradients:
 
 
 def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
-                  sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float, met: Meeting,
+                  sums: Pieces, out: torch.Tensor, lse: torch.Tensor, met: Meeting,
                   coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     [own] = pieces
@@ -94,7 +89,7 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
         dkv: Gradients = ()
         for queries, keys, causal in tiles:
             new = kernel.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
-                                  lse[..., queries].contiguous(), causal, scale)
+                                  lse[..., queries].contiguous(), causal)
             dkv = dkv or arrived(travelling, kv)
             for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
                 g[:, rows] += g_
@@ -113,47 +108,45 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.T
     return (((axis.rank - step) % axis.size, tensors) for step, tensors in enumerate(visits, 1))
 
 
-def passing_forward(kernel: Kernel, axis: Axis, merge: Merge, q: torch.Tensor, pieces: Pieces,
-                    scale: float, met: Meeting) -> Result:
-    attend, tiles = partial(pieces_forward, kernel, merge), met.tiles(axis.rank, axis.rank)
+def passing_forward(kernel: Kernel, axis: Axis, q: torch.Tensor, pieces: Pieces, met: Meeting) -> Result:
+    attend, tiles = partial(pieces_forward, kernel), met.tiles(axis.rank, axis.rank)
     coming, rows = visitors(axis, q), rows_met(tiles[:-1])
-    before = attend(q, pieces[:-1], scale, tiles[:-1]) if any(tiles[:-1]) else None
+    before = attend(q, pieces[:-1], tiles[:-1]) if any(tiles[:-1]) else None
     home: Hop | None = None
     for rank, (q_,) in coming:
         theirs = met.tiles(rank, axis.rank)
-        result = attend(q_, pieces, scale, theirs) if any(theirs) else None
+        result = attend(q_, pieces, theirs) if any(theirs) else None
         out, lse = home.wait() if home else unmet(q_)
         if result:
-            merge_rows(merge, (out, lse), rows_met(theirs), result)
+            merge_rows(kernel, (out, lse), rows_met(theirs), result)
         del result  # before the next visitor's
         home = axis.shift(out, lse)
     del q_, out, lse
-    out, lse = attend(q, pieces[-1:], scale, tiles[-1:])
+    out, lse = attend(q, pieces[-1:], tiles[-1:])
     out = out.float()
     if before:
-        merge_rows(merge, (out, lse), rows, before)
+        merge_rows(kernel, (out, lse), rows, before)
     assert home is not None  # there are other ranks
-    merge(out, lse, *home.wait())
+    merge_rows(kernel, (out, lse), EVERYTHING, home.wait())
     return out, lse
 
 
 def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
-                     sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
-                     met: Meeting) -> Gradients:
+                     sums: Pieces, out: torch.Tensor, lse: torch.Tensor, met: Meeting) -> Gradients:
     attend, tiles = partial(pieces_backward, kernel), met.tiles(axis.rank, axis.rank)
     coming, rows = visitors(axis, dout, q, out, lse), rows_met(tiles[:-1])
-    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, scale, tiles[:-1]) if any(tiles[:-1]) else []
+    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, tiles[:-1]) if any(tiles[:-1]) else []
     home: Hop | None = None
     for rank, (dout_, q_, out_, lse_) in coming:
         theirs = met.tiles(rank, axis.rank)
-        parts = attend(dout_, q_, pieces, sums, out_, lse_, scale, theirs) if any(theirs) else []
+        parts = attend(dout_, q_, pieces, sums, out_, lse_, theirs) if any(theirs) else []
         [dq] = home.wait() if home else [torch.zeros_like(q_, dtype=torch.float32)]
         if parts:
             dq[:, rows_met(theirs)].add_(*parts)
         del parts  # before the next visitor's
         home = axis.shift(dq)
     del dout_, q_, out_, lse_, dq
-    [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, scale, tiles[-1:])
+    [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, tiles[-1:])
     dq = dq.float()
     if before:
         dq[:, rows].add_(*before)
@@ -192,56 +185,51 @@ def pair_to_tokens(axis: Axis, dk: torch.Tensor, dv: torch.Tensor, k: torch.Tens
     return k, v
 
 
-def ulysses_forward(kernel: Kernel, axis: Axis, merge: Merge, whole: bool, q: torch.Tensor, pieces: Pieces,
-                    scale: float, met: Meeting) -> Result:
+def ulysses_forward(kernel: Kernel, axis: Axis, whole: bool, q: torch.Tensor, pieces: Pieces,
+                    met: Meeting) -> Result:
     """Computes out and lse. `whole`: `pieces` is one, of the rank's own tokens; else of to_pieces()."""
     (B, T, H, _), q_ = q.shape, to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
-    out, lse = pieces_forward(kernel, merge, q_, pieces, scale, met.tiles())
+    out, lse = pieces_forward(kernel, q_, pieces, met.tiles())
     del q_, pieces  # before the result takes memory
     return to_tokens(axis, out.to(q.dtype), H), lse.reshape(B, H, T)  # of the rank's heads: for the backward
 
 
 def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor, q: torch.Tensor,
-                     pieces: Pieces, sums: Pieces, out: torch.Tensor, lse: torch.Tensor, scale: float,
+                     pieces: Pieces, sums: Pieces, out: torch.Tensor, lse: torch.Tensor,
                      met: Meeting) -> Gradients:
     B, T, H, _ = q.shape
     heads = [H, *(t.shape[2] for t in pieces[0])]
     dout_, q_ = to_heads(axis, dout), to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
     gradients = pieces_backward(kernel, dout_, q_, pieces, sums, to_heads(axis, out),
-                                lse.view(B, H // axis.size, axis.size * T), scale, met.tiles())
+                                lse.view(B, H // axis.size, axis.size * T), met.tiles())
     del dout_, q_, pieces  # before the results take memory
     return [to_tokens(axis, g.to(q.dtype), n) for g, n in zip(gradients, heads, strict=False)]
 
 
 # --- one rank, and the choice ---
 
-def alone_forward(kernel: Kernel, merge: Merge, q: torch.Tensor, pieces: Pieces, scale: float, met: Meeting,
-                  **where: torch.Tensor) -> Result:
-    return pieces_forward(kernel, merge, q, pieces, scale, met.tiles(), **where)
-
-
-def alone_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                   out: torch.Tensor, lse: torch.Tensor, scale: float, met: Meeting) -> Gradients:
-    return pieces_backward(kernel, dout, q, pieces, sums, out, lse, scale, met.tiles())
-
-
-def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Merge,
+def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[..., object],
                          ahead: int = 1) -> tuple[Attention, Attention]:
-    """Makes of `kernel` attention over the tokens that the ranks of `axis` share by a ring or ulysses: (to a
-    whole sequence, to pieces of several subsequences). `ahead`: blocks of keys on their way beside one."""
+    """Makes of `kernel`, whose partial results `merge` of an Ops merges, attention over the tokens that the
+    ranks of `axis` share by a ring or ulysses: (to a whole sequence, to pieces of several subsequences).
+    `ahead`: blocks of keys on their way beside one."""
+    kernel = kernel._replace(merge=merge)
     if axis.size == 1:
-        alone = Attention(kernel.name, kernel.label, partial(alone_forward, kernel, merge),
-                          partial(alone_backward, kernel))
+        alone = Attention(
+            kernel.name, kernel.label,
+            lambda q, pieces, met, **where: pieces_forward(kernel, q, pieces, met.tiles(), **where),
+            lambda dout, q, pieces, sums, out, lse, met: pieces_backward(
+                kernel, dout, q, pieces, sums, out, lse, met.tiles()))
         return alone._replace(takes_out=kernel.takes_out), alone
     made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}")
     if kind == "ring":
-        return (made(partial(ring_forward, kernel, axis, ahead, merge),
-                     partial(ring_backward, kernel, axis, ahead), start=partial(ring_start, axis, ahead)),
-                made(partial(passing_forward, kernel, axis, merge), partial(passing_backward, kernel, axis)))
-    return (made(partial(ulysses_forward, kernel, axis, merge, True),
-                 partial(ulysses_backward, kernel, axis, True), heads=axis.size),
-            made(partial(ulysses_forward, kernel, axis, merge, False),
+        return (made(partial(ring_forward, kernel, axis, ahead), partial(ring_backward, kernel, axis, ahead),
+                     start=partial(ring_start, axis, ahead)),
+                made(partial(passing_forward, kernel, axis), partial(passing_backward, kernel, axis)))
+    return (made(partial(ulysses_forward, kernel, axis, True), partial(ulysses_backward, kernel, axis, True),
+                 heads=axis.size),
+            made(partial(ulysses_forward, kernel, axis, False),
                  partial(ulysses_backward, kernel, axis, False), partial(pair_to_heads, axis),
                  partial(pair_to_tokens, axis), ranks=axis.size))

@@ -23,7 +23,7 @@ from memo.kernels.matmul import Operand, matmul_of
 from memo.kernels.ops import Ops
 from memo.layer import metp
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
-from memo.layer.attend import Attention, Meanwhile, of_heads, start_keys
+from memo.layer.attend import Attention, Ring, of_heads, start_keys
 from memo.layer.attention import LayerAttention
 from memo.layer.metp import Ahead, Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
@@ -105,7 +105,8 @@ class MetpBlock:
             if s.pieces:
                 self.fill_piece(s, normed, heads, matrices)
             del matrices  # before the next group's take memory
-            self.attention.forward(s, q, kv, out, lse, heads.kv, others, meanwhile if others else None)
+            self.attention.forward(s, q, kv, out, lse, heads.kv,
+                                   (others, meanwhile) if others else None)
             del q, kv, others
         projection.add()
 
@@ -133,7 +134,7 @@ class MetpBlock:
         for r in row_pieces(len(out)):
             self.matmul.forward(normed[:, r], matrices[f"{name}_w"], out[r][None], matrices.get(f"{name}_b"))
         if name != "v":
-            self.rotate(out, s, back=False)
+            self.attention.rotate(out[:, None], s)
         return out
 
     def fill_piece(self, s: Activations, normed: Operand, heads: Heads, matrices: Matrices) -> None:
@@ -210,8 +211,8 @@ class MetpBlock:
         for heads, matrices, kv, others, q, dout in ahead:
             if others is None:  # there is no ring to do it in
                 self.send_projection_gradient(heads, taken, s, home)
-            gradients = self.attend_group_backward(s, normed, heads, matrices, dout, q, kv, others,
-                                                   meanwhile if others else None)
+            gradients = self.attend_group_backward(s, normed, heads, matrices, dout, q, kv,
+                                                   (others, meanwhile) if others else None)
             del dout, q, kv, others
             parts = [g.reshape(len(dy), -1) for g in gradients]  # of q alone where those of k and v are not
             names = "qkv"[:len(parts)]                           # complete
@@ -258,7 +259,7 @@ class MetpBlock:
         places = home.places(heads, self.names_of("".join(parts)))
         for name, g in parts.items():
             if name != "v":
-                self.rotate(g, s, back=True)
+                self.attention.rotate(g[:, None], s, back=True)
             bias_backward(g, places.get(f"{name}_b"))
             for r in row_pieces(len(g)):
                 gradient = self.matmul.gradients(g[r][None])
@@ -267,12 +268,12 @@ class MetpBlock:
             home.start(heads, places, f"{name}_w", f"{name}_b")
 
     def attend_group_backward(self, s: Activations, normed: Operand, heads: Heads, matrices: Matrices,
-                              dout: torch.Tensor, q: torch.Tensor, kv: Pieces, others: Visits | None,
-                              meanwhile: Meanwhile | None) -> Gradients:
+                              dout: torch.Tensor, q: torch.Tensor, kv: Pieces,
+                              ring: Ring | None) -> Gradients:
         """Computes dq, dk, dv of a group of heads; `kv` of one subsequence. With several dq alone where
         another group is to add to the gradients of the same heads of keys."""
         out, lse = self.of_heads(s.attn_out, s.lse, heads)
-        gradients = self.attention.backward(s, dout, q, kv, out, lse, heads.kv, others, meanwhile)
+        gradients = self.attention.backward(s, dout, q, kv, out, lse, heads.kv, ring)
         if not s.pieces or "k_w" not in matrices:
             return gradients
         [sums] = of_heads(s.sums[-1:], heads.kv)
@@ -318,11 +319,6 @@ class MetpBlock:
                  heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
         """Views (attn_out (B, T, heads, D), lse (B, heads, T)) of a group."""
         return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
-
-    def rotate(self, y: torch.Tensor, s: Activations, back: bool) -> None:
-        """Rotates q or k (n, width) by position, in place; norms per head come before that."""
-        if s.turn is not None and not self.attention.head_norms:
-            self.ops.rotary(y[:, None], s.turn, back)
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Takes memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""

@@ -3,7 +3,7 @@ for stages send each other least. Its axes (memo/system/axis.py) are passed as a
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -88,18 +88,11 @@ class Mesh:
         return sent
 
     def of_stages(self, value: T) -> list[T]:
-        """Gathers the value of each stage's first rank on rank 0, else []; all first ranks must call it."""
-        first = range(0, self.host.size, self.peers.size)
-        if self.host.rank in first[1:]:
-            dist.send_object_list([value], group=self.host.group, group_dst=0)
-        if self.host.rank > 0:
-            return []
-        values = [value]
-        for rank in first[1:]:
-            received = [value]
-            dist.recv_object_list(received, group=self.host.group, group_src=rank)
-            values += received
-        return values
+        """Gathers the value of each stage's first rank on rank 0, else []; all ranks must call it."""
+        values = [value] * self.host.size if self.host.rank == 0 else None
+        sent = value if self.peers.rank == 0 else None
+        dist.gather_object(sent, values, group=self.host.group, group_dst=0)
+        return values[::self.peers.size] if values else []
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Sums the last stage's `loss` over the replicas, on all ranks."""
@@ -122,15 +115,13 @@ def lines_of(tp: int, cp: int, dp: int, metp: bool, pp: int = 1) -> dict[str, li
                 peers=ranks.view(pp, -1).tolist())
 
 
-def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1) -> Mesh:
+def mesh_of_axes(axes: dict[str, Axis], tp: int, cp: int, host: Axis, pp: int = 1,
+                 lanes: dict[str, Axis] | None = None) -> Mesh:
     """Makes a rank's Mesh of axes by their names. An axis that is not among them has this rank alone."""
-    def role(name: str) -> Axis:
-        return axes.get(name) or Axis(name)
-    dp = host.size // (pp * cp * tp)
-    return Mesh(weights=role("tp"), hops=role("hops"), tokens=role("cp"), replicas=role("data"),
-                shards=role("shards"), world=role("world"), tied=role("tied"), host=host,
-                peers=axes.get("peers", host), dp=Axis("dp", dp, host.rank // (cp * tp) % dp),
-                pp=Axis("pp", pp, host.rank // (dp * cp * tp)))
+    dp, roles = host.size // (pp * cp * tp), dict(tp="weights", cp="tokens", data="replicas")
+    named = {roles.get(name, name): axis for name, axis in (dict(host=host, peers=host) | axes).items()}
+    return Mesh(**named, dp=Axis("dp", dp, host.rank // (cp * tp) % dp),
+                pp=Axis("pp", pp, host.rank // (dp * cp * tp)), lanes=lanes or {})
 
 
 def options_of(name: str, backend: str) -> object:
@@ -143,9 +134,10 @@ def options_of(name: str, backend: str) -> object:
 
 
 def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str], device: torch.device,
-              carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis | None:
-    """Opens the Axis of the line that has this rank, if any; all ranks must call it. First messages of these
-    `kinds` take communicators' memory now, and try the network. `carrier`: the group, if there is one."""
+              carrier: dist.ProcessGroup | None = None, backend: str = "") -> Axis:
+    """Opens the Axis of the line that has this rank, else one of it alone; all ranks must call it. First
+    messages of these `kinds` take communicators' memory now, and try the network. `carrier`: the group, if
+    there is one."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     members = next((line for line in lines if host.rank in line), [])
     ends = f", {members[0]} to {members[-1]}" if members else ""
@@ -154,7 +146,7 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
         groups = [carrier] if carrier else [
             dist.new_group(line, FOREVER, backend, options_of(name, backend)) for line in lines]
         if not members:
-            return None
+            return Axis(name)
         group = carrier or groups[lines.index(members)]
         axis = Axis(name, len(members), members.index(host.rank), group,
                     line=f"axis {name} (ranks {members[0]} to {members[-1]}, group {group.group_name})")
@@ -167,32 +159,27 @@ def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parall
     """Opens the Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: the first stage of
     several and the last one hold the same matrix; `layers_come`: see communicators()."""
     dp = host.size // (pp * cp * tp)
-    lines = lines_of(tp, cp, dp, metp, pp)
-    axes: dict[str, Axis] = {}
-
-    def add(name: str, lines: list[list[int]], kinds: Iterable[str],
-            carrier: dist.ProcessGroup | None = None, backend: str = "") -> None:
-        if axis := open_axis(name, host, lines, kinds, device, carrier, backend):
-            axes[name] = axis
+    lines, axes, lanes = lines_of(tp, cp, dp, metp, pp), dict[str, Axis](), dict[str, Axis]()
     shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, shards=["gather"], world=["sum"])
     for name, carrier in communicators(tp, cp, dp, metp, pp, layers_come).items():
-        add(name, lines[name], kinds[name], None if carrier == name else axes[carrier].group)
-    lanes: dict[str, Axis] = {}
+        axes[name] = open_axis(name, host, lines[name], kinds[name], device,
+                               None if carrier == name else axes[carrier].group)
     if pp > 1:
-        add("peers", lines["peers"], [], backend="gloo")
+        axes["peers"] = open_axis("peers", host, lines["peers"], [], device, backend="gloo")
         ranks = lines["peers"]  # of each stage
         for a, b in pairwise(ranks):
             pairs = [list(pair) for pair in zip(a, b, strict=True)]
             for back in ("", " back"):
-                if axis := open_axis("pp", host, pairs, ["shift"], device):
+                axis = open_axis("pp", host, pairs, ["shift"], device)
+                if axis.group:
                     lanes[("send" if (host.rank in a) != bool(back) else "receive") + back] = axis
         if tied:
             pairs = [list(pair) for pair in zip(ranks[0], ranks[-1], strict=True)]
-            add("tied", pairs, ["sum"])
+            axes["tied"] = open_axis("tied", host, pairs, ["sum"], device)
     torch.cuda.empty_cache()  # of the long messages
-    return replace(mesh_of_axes(axes, tp, cp, host, pp), lanes=lanes)
+    return mesh_of_axes(axes, tp, cp, host, pp, lanes)
 
 
 def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None:
@@ -200,6 +187,7 @@ def open_lanes(mesh: Mesh, shares: Iterable[Help], device: torch.device) -> None
     ranks = torch.arange(mesh.host.size).view(mesh.pp.size, -1).tolist()  # of each stage
     for source, to in sorted(way for pair in helping_pairs(shares) for way in (pair, pair[::-1])):
         pairs = [sorted(pair) for pair in zip(ranks[source], ranks[to], strict=True)]
-        if axis := open_axis("msp", mesh.host, pairs, ["shift"], device):
+        axis = open_axis("msp", mesh.host, pairs, ["shift"], device)
+        if axis.group:
             mesh.lanes[f"to {to}" if mesh.pp.rank == source else f"from {source}"] = axis
     torch.cuda.empty_cache()  # of the long messages

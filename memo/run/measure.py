@@ -184,10 +184,10 @@ def attentions(T: int, D: int, dtype: torch.dtype, device: torch.device, name: s
     attention, what = resolve_attention(name, device, dtype, D), "attention" + " full" * (not causal)
     H = max(2, torch.get_num_threads()) if device.type == "cpu" else 16
     q, k, v, dout = (torch.randn(1, T, H, D, dtype=dtype, device=device) for _ in range(4))
-    flops, scale = (2 if causal else 4) * H * T * T * D, D**-0.5
-    out, lse = attention.forward(q, k, v, causal, scale)
-    backward = partial(attention.backward, dout, q, k, v, out, lse, causal, scale)
-    return {f"{what} forward": (partial(attention.forward, q, k, v, causal, scale), flops),
+    flops = (2 if causal else 4) * H * T * T * D
+    out, lse = attention.forward(q, k, v, causal)
+    backward = partial(attention.backward, dout, q, k, v, out, lse, causal)
+    return {f"{what} forward": (partial(attention.forward, q, k, v, causal), flops),
             f"{what} backward": (backward, ATTENTION_BACKWARD * flops)}
 
 

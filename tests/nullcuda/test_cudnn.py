@@ -30,10 +30,10 @@ def backwards():
     kernel, found = resolve_attention("cudnn", torch.device("cuda:0"), torch.bfloat16, 64), {}
     for case, (shape, kv_heads, keys, causal) in CASES.items():
         q, k, v = tensors(shape, kv_heads, keys)
-        out, lse = kernel.forward(q, k, v, causal, 0.125)
+        out, lse = kernel.forward(q, k, v, causal)
         torch.cuda.memory._record_memory_history(max_entries=1000)
         before = NULL.counts()
-        kernel.backward(out, q, k, v, out, lse, causal, 0.125)
+        kernel.backward(out, q, k, v, out, lse, causal)
         after = NULL.counts()
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
         torch.cuda.memory._record_memory_history(None)
@@ -62,7 +62,7 @@ def refusals():
 
     def said(name, q):
         try:
-            kernel.forward(q, q, q, True, 1.0)
+            kernel.forward(q, q, q, True)
         except RuntimeError as e:
             found[name] = str(e)
     said("wide", tensors((1, 256, 4, 136), 4, 256)[0])
@@ -90,12 +90,12 @@ def work():
     kernel, seconds = resolve_attention("cudnn", torch.device("cuda:0"), torch.bfloat16, 128), []
     with watching(hardware.machine("h100-80gb").speeds):
         q, k, v = tensors((1, 16384, 8, 128), 8, 16384)
-        out, lse = kernel.forward(q, k, v, True, 0.125)
+        out, lse = kernel.forward(q, k, v, True)
         for run in (partial(kernel.forward, q, k, v, True), partial(kernel.forward, q, k, v, False),
                     partial(kernel.backward, out, q, k, v, out, lse, True)):
             torch.cuda.synchronize()
             start = NULL.now()
-            run(0.125)
+            run()
             torch.cuda.synchronize()
             seconds.append(NULL.now() - start)
         other, races = torch.cuda.Stream(), []
@@ -105,7 +105,7 @@ def work():
                 k.zero_()
             if waits:
                 torch.cuda.current_stream().wait_stream(other)
-            kernel.forward(q, k, v, True, 0.125)
+            kernel.forward(q, k, v, True)
             torch.cuda.synchronize()
             races.append(NULL.races(clear=True))
     return dict(seconds=seconds, races=races)
