@@ -120,7 +120,7 @@ class Block:
         self.columns(s, self.qkv(self.w), self.operand(s, "ln1_out"), rows)
         for name in "qk":
             if rows[name] != NO_ROWS:
-                self.attention.rotate(getattr(s, name)[rows[name]], s, rows[name])
+                self.attention.rotate(s.tensors[name][rows[name]], s, rows[name])
         if s.pieces and rows["k"] != NO_ROWS and self.attention.keys_apart(s):
             self.attention.put_keys(s, *self.keys_of(s)[0])
 
@@ -133,7 +133,8 @@ class Block:
         if self.attention.keys_apart(s):
             rows, width = len(s.x) * self.tp.size, self.attention.kv_heads * self.attention.head_dim
             k, v = (s.x.new_empty(rows, width) for _ in range(2))
-        return replace(s, **{name: t.view(len(s.x), self.tp.size, -1) for name, t in (("k", k), ("v", v))})
+        shape = len(s.x), self.tp.size, -1
+        return replace(s, tensors=s.tensors | dict(k=k.view(shape), v=v.view(shape)))
 
     def keys_of(self, s: Activations) -> Pieces:
         """Views the layer's own k and v, (B, T, Hkv/tp, D), as one piece."""
@@ -142,14 +143,13 @@ class Block:
 
     def sweep(self, s: Activations, x: torch.Tensor) -> None:
         """Makes the unit's own piece again, from its input x (n, C)."""
-        own = {name: getattr(s, name) for name in ("ln1_out", "ln1_out_scale", "ln1_mean", "ln1_rstd")}
-        normed = {name: torch.empty_like(t) for name, t in own.items() if t is not None}
+        normed = {name: torch.empty_like(t) for name, t in s.tensors.items() if name.startswith("ln1_")}
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
-        self.queries_keys_values(self.with_keys(replace(s, x=x, **normed)), rows)
+        self.queries_keys_values(self.with_keys(replace(s, tensors=s.tensors | normed | {"x": x})), rows)
 
     def operand(self, s: Activations, name: str) -> Operand:
         """Finds the skeletal tensor `name` as matrix products take it: in FP8 with its scales."""
-        return self.matmul.kept(getattr(s, name), getattr(s, f"{name}_scale", None))
+        return self.matmul.kept(s.tensors[name], s.tensors.get(f"{name}_scale"))
 
     def columns(self, s: Activations, linears: dict[str, Linear], x: Operand, rows: dict[str, slice]) -> None:
         """Makes rows[name] of each skeletal tensor of {name: (matrix, bias)} from x (n, C)."""
@@ -161,7 +161,7 @@ class Block:
                 gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
                 for name in names:
                     w, b = linears[name]
-                    out = getattr(s, name)[r]  # (n, tp, width/tp)
+                    out = s.tensors[name][r]  # (n, tp, width/tp)
                     self.matmul.forward(gathered, w, out.transpose(0, 1), b)
             in_turns(self.tp, s.x.device, first, end, project)
 
@@ -183,7 +183,7 @@ class Block:
              r: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         """Finds (weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
         w, b = (self.w.get(f"{name}_{kind}") for kind in "wb")
-        mean, rstd = (getattr(s, f"{name}_{what}") for what in ("mean", "rstd"))
+        mean, rstd = s.tensors.get(f"{name}_mean"), s.tensors[f"{name}_rstd"]
         return w, b, None if mean is None else mean[r], rstd[r]
 
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
@@ -229,7 +229,7 @@ class Block:
                 self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.operand(s, "ln1_out"), {"k": EVERY_ROW})
             gradients = [*gradients, *attention.key_gradients(s, *self.keys_of(s)[0])]
         # (n, tp, Q/tp or KV/tp)
-        dqkv = [g.reshape(getattr(s, name).shape) for g, name in zip(gradients, "qkv", strict=True)]
+        dqkv = [g.reshape(s.tensors[name].shape) for g, name in zip(gradients, "qkv", strict=True)]
         del gradients
         for g in dqkv[:2]:
             attention.rotate(g, s, back=True)
@@ -240,7 +240,7 @@ class Block:
         """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up
         before, piece by piece. Its rows are as long or longer, so that a piece of the gradient fits into the
         memory of its own piece, and writes over none that is still to be read."""
-        for used_up in (getattr(s, name) for name in ("ln2_out", self.end_of_mlp)):
+        for used_up in s.ln2_out, s.tensors[self.end_of_mlp]:
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)
                 return memory[:s.attn_out.numel()].view(s.attn_out.shape)

@@ -88,9 +88,8 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
     layers, met = [], one_sequence(cfg.block_size)  # each token sees those before it
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
-        s = Skeleton(meetings=[met], **{
-            name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
-            for name, t in tensors.items()})
+        s = Skeleton({name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
+                      for name, t in tensors.items()}, meetings=[met])
         layers.append(s)
         for name, t in tensors.items():
             if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes

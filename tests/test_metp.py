@@ -15,7 +15,7 @@ from memo.parallel.visits import Visits
 from memo.run.rehearsal import FakeArena
 from memo.schedule.streams import open_streams
 from memo.states.passes import Model
-from memo.system.axis import Axis
+from memo.system.axis import Axis, Works
 from model import GPT
 from testing.ranks import pool
 from tests.helpers import CPU, LLAMA, mesh_of, perturbed_weights
@@ -88,7 +88,7 @@ class Line(Axis):
         return Arrival(self.log, [f"part {self.n}"])
 
 
-class Arrival:
+class Arrival(Works):
     def __init__(self, log, part):
         self.log, self.received = log, part
 

@@ -40,16 +40,11 @@ def noting_streams():
                    Noting("prefetch", timeline), timeline)
 
 
-def tensors_of(s):
-    """{name: skeletal tensor} of a layer."""
-    return {name: t for name, t in vars(s).items() if isinstance(t, torch.Tensor) and name != "turn"}
-
-
 def copied(stream, layers, slab):
     """[(label, [(tensor, first byte, bytes, first byte in the slab)])] of what a stream has copied."""
     found = []
     for label, pairs in stream.noted:
-        tensors, places = tensors_of(layers[int(label.split()[1])]), []
+        tensors, places = layers[int(label.split()[1])].tensors, []
         for destination, source in pairs:
             here, there = (source, destination) if stream.name == "offload" else (destination, source)
             at = here.data_ptr()
@@ -62,7 +57,7 @@ def copied(stream, layers, slab):
 
 
 def device_bytes(memory):
-    held = [t.untyped_storage() for s in memory.layers for t in tensors_of(s).values()]
+    held = [t.untyped_storage() for s in memory.layers for t in s.tensors.values()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 

@@ -15,37 +15,22 @@ Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]  # keys and values of earli
 
 @dataclass(eq=False)
 class Activations:
-    """Holds the skeletal tensors of a unit, views of its buffer; None: the family keeps none.
+    """Holds the skeletal tensors of a unit, views of its buffer: s.q is s.tensors["q"], or None where the
+    family keeps none.
 
     `pieces`: with several subsequences (k, v) of those up to the unit's, the unit's own the last; its own `k`
     and `v` are then made when it computes. `sums`: of their gradients, fp32. `meetings`: which tokens meet,
     for each slice of its own subsequence. `turn`: rotations of its rows; None where positions are learned.
     """
 
-    x: torch.Tensor
-    attn_out: torch.Tensor
-    lse: torch.Tensor
-    mid: torch.Tensor
-    ln1_out: torch.Tensor | None = None
-    ln1_mean: torch.Tensor | None = None
-    ln1_rstd: torch.Tensor | None = None
-    q: torch.Tensor | None = None
-    k: torch.Tensor | None = None
-    v: torch.Tensor | None = None
-    ln2_out: torch.Tensor | None = None
-    ln2_mean: torch.Tensor | None = None
-    ln2_rstd: torch.Tensor | None = None
-    fc1_out: torch.Tensor | None = None
-    gelu_out: torch.Tensor | None = None
-    gate_out: torch.Tensor | None = None
-    up_out: torch.Tensor | None = None
-    ln1_out_scale: torch.Tensor | None = None
-    ln2_out_scale: torch.Tensor | None = None
-    gelu_out_scale: torch.Tensor | None = None
+    tensors: dict[str, torch.Tensor]
     pieces: Pieces = ()
     sums: Pieces = ()
     meetings: Sequence[Meeting] = ()
     turn: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return vars(self)["tensors"].get(name)
 
 
 class Weights(dict[str, torch.Tensor]):

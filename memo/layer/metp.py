@@ -15,7 +15,7 @@ share the parameters. Source: METP (FITEE 2400602), algorithms 1 to 6.
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from memo.layer.activations import Weights
 from memo.layer.mlp import Mlp
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Visits
-from memo.system.axis import Axis, Hop, T, Works
+from memo.system.axis import Axis, Hop, Works
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
 
@@ -50,7 +50,7 @@ def own_and_others(matmul: Matmul, own: Parts, visits: Visits) -> Iterator[Parts
     """Iterates over the matrices of each rank, own ones first, beside which two parts are on their way."""
     def arrived(part: Sequence[torch.Tensor]) -> Parts:
         return dict(zip(own, map(matmul.arrived, part, own.values()), strict=True))
-    visits.post(2)
+    visits.prepare(2)
     return chain([own], map(arrived, visits))
 
 
@@ -215,26 +215,6 @@ class Projection:
                     self.matmul.forward(self.ready[j][:, r], w, out[r][None], (out if j else x)[r][None])
         if new + 1 == self.p and self.bias is not None:
             self.out += self.bias
-
-
-class Ahead(Generic[T]):
-    """Iterates over `items`; makes `ahead` of them before they are asked for, from now on, prepare() more."""
-
-    def __init__(self, items: Iterator[T], ahead: int = 0) -> None:
-        self.items, self.ahead, self.ready = items, ahead, deque[T]()
-        self.prepare(ahead)
-
-    def prepare(self, n: int = 1) -> None:
-        """Makes items until n are ready, as far as there are so many."""
-        self.ready.extend(islice(self.items, max(0, n - len(self.ready))))
-
-    def __iter__(self) -> Iterator[T]:
-        self.prepare()
-        while self.ready:
-            item = [self.ready.popleft()]
-            self.prepare(self.ahead)
-            yield item.pop()  # and keep none that the caller drops
-            self.prepare()
 
 
 class Reductions:

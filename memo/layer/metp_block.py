@@ -25,11 +25,11 @@ from memo.layer import metp
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
 from memo.layer.attend import Attention, Ring, of_heads, start_keys
 from memo.layer.attention import LayerAttention
-from memo.layer.metp import Ahead, Heads, Matrices, row_pieces
+from memo.layer.metp import Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward
-from memo.parallel.visits import Visits
+from memo.parallel.visits import Ahead, Visits
 from memo.system.axis import Hop, T
 
 Group = tuple[Heads, Matrices]  # a group of heads, its matrices
@@ -236,7 +236,7 @@ class MetpBlock:
         """Adds q and the gradient of attention's output to a group of groups_ahead(). dy (1, n, C)."""
         heads, matrices, kv, others = item
         if others is not None:
-            others.post(3)  # no block of keys is in use until the ring begins: there may be one more
+            others.prepare(3)  # no block of keys is in use until the ring begins: there may be one more
         [q] = self.made("q", s, normed, matrices)
         dout = torch.empty_like(q)
         flat = dout.view(1, len(s.x), -1)

@@ -45,7 +45,7 @@ class Mlp:
 
     def hidden(self, s: Activations) -> list[torch.Tensor]:
         """Lists the skeletal tensors that f takes."""
-        return [getattr(s, f"{name}_out") for name in self.front]
+        return [s.tensors[f"{name}_out"] for name in self.front]
 
     def activated(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Computes f(hidden), a new tensor."""

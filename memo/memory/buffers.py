@@ -93,7 +93,7 @@ class Swap:
             kind = getattr(torch, t.dtype) if t.dtype else dtype
             return self.buffers[name][at:at + t.nbytes].view(kind).view(t.shape)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: Activations(**{name: view(name, like, self.first(name, k)) for name in names})
+        self.units = {unit: Activations({name: view(name, like, self.first(name, k)) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
         self.lending: Lending | None = None

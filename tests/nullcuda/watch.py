@@ -239,7 +239,7 @@ def te_that_tells(speeds):
 
     @cache
     def installed(real=te.installed):
-        found = vars(real())
+        found = real()._asdict()
         norms = {name: telling(name, call) for name, call in found.items() if "norm" in name}
         return SimpleNamespace(**found | norms)
     with patch.object(te, "installed", installed):
