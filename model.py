@@ -23,12 +23,13 @@ heads (memo/layer/attend.py). Source: the layer of MEMO 3.1 (pre-norm GPT).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from memo.config.config import Config
 from memo.config.layer import KEYS_VALUES, layer_of
@@ -98,18 +99,20 @@ class Block:
         self.projection(s, rows)
         self.mlp_but_output(s, rows)
 
-    def extend(self, s: Activations, keys: torch.Tensor, values: torch.Tensor,
-               attend: Callable[..., torch.Tensor], out: torch.Tensor) -> None:
+    def extend(self, s: Activations, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         """Computes the forward of one sequence's last token alone, as text is generated. Its query sees
         all `keys` and `values` (1, T, Hkv, D), as pieces hold them; the last ones are its own, and written
-        here. `attend(q, keys, values)`: attention of one query."""
+        here."""
         self.queries_keys_values(s, self.every_row)
         q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
         if self.attention.head_norms:
             norms = self.attention.norms(s)
             q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
-        s.attn_out.view(q.shape).copy_(attend(q, keys, values))
+        # the query heads that share keys stand as queries: not every kernel takes fewer heads of keys
+        q = q.view(1, keys.shape[2], -1, self.attention.head_dim)
+        attn_out = scaled_dot_product_attention(q, keys.transpose(1, 2), values.transpose(1, 2))
+        s.attn_out.copy_(attn_out.reshape(s.attn_out.shape))
         self.projection(s, self.every_row)
         self.mlp_but_output(s, self.every_row)
         self.output(s, out)

@@ -31,7 +31,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 from tokenizers import Tokenizer
-from torch.nn.functional import scaled_dot_product_attention
 
 from memo.checkpoint import checkpoint
 from memo.data.tokenizer import check_vocab_size, encode_text, load_tokenizer, said_in
@@ -43,13 +42,6 @@ from memo.states.passes import Model, with_place
 from memo.system.device import pick_device
 from memo.system.files import read_text, reading
 from model import GPT, Block
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attends from one query (1, 1, H, D) to keys (1, T, Hkv, D), which not every kernel can."""
-    heads = q[0, 0].unflatten(0, (k.shape[2], -1))[None]  # (1, Hkv, those that share keys, D)
-    out = scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2))
-    return out.reshape(q.shape)
 
 
 def open_cache(model: Model, tokens: int) -> torch.Tensor:
@@ -81,7 +73,7 @@ def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torc
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
         s.turn = turn
-        block.extend(s, k[:, :position + 1], v[:, :position + 1], attend, y)
+        block.extend(s, k[:, :position + 1], v[:, :position + 1], y)
     model.bring(len(model.gpt.blocks) + 1)
     return last_logits(model, swap.x[-1])
 

@@ -20,6 +20,7 @@ import torch
 from memo.errors import Unusable, reason
 from memo.kernels.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
 
+aten = torch.ops.aten
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
 
@@ -79,28 +80,22 @@ def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch
 
 # --- torch's own kernels ---
 
-def cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads_first(q, k, v), 0.0, causal)
+def flash_forward(op: Callable[..., Result], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                  causal: bool) -> Result:
+    out, lse, *_ = op(*heads_first(q, k, v), 0.0, causal)
     return out.transpose(1, 2), lse
 
 
 def cpu_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                  lse: torch.Tensor, causal: bool) -> Gradients:
-    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return heads_first(*aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *heads_first(dout, q, k, v, out), lse, 0.0, causal))
-
-
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        *heads_first(q, k, v), 0.0, causal)
-    return out.transpose(1, 2), lse
 
 
 def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                    lse: torch.Tensor, causal: bool) -> Gradients:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    return heads_first(*aten._scaled_dot_product_flash_attention_backward(
         *heads_first(dout, q, k, v, out), lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused,
         unused))
 
@@ -112,15 +107,15 @@ def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *heads_first(*near(q, k, v)), None, True, 0.0, causal)
+    q, k, v = heads_first(*near(q, k, v))
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out.transpose(1, 2), lse.squeeze(-1)  # cuDNN's is (B, H, T, 1)
 
 
 def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                    lse: torch.Tensor, causal: bool) -> Gradients:
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # philox state: there is no dropout
-    return heads_first(*torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    return heads_first(*aten._scaled_dot_product_cudnn_attention_backward(
         *heads_first(*near(dout, q, k, v, out)), lse[..., None], unused, unused, None, None, None, q.shape[1],
         k.shape[1], 0.0, causal))
 
@@ -225,8 +220,10 @@ def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tenso
 # --- the choice ---
 
 BACKENDS = {b.name: b for b in (  # those of torch
-    Kernel("cudnn", cudnn_forward, cudnn_backward), Kernel("flash", flash_forward, flash_backward),
-    Kernel("cpu", cpu_forward, cpu_backward), Kernel("math", math_forward, math_backward))}
+    Kernel("cudnn", cudnn_forward, cudnn_backward),
+    Kernel("flash", partial(flash_forward, aten._scaled_dot_product_flash_attention), flash_backward),
+    Kernel("cpu", partial(flash_forward, aten._scaled_dot_product_flash_attention_for_cpu), cpu_backward),
+    Kernel("math", math_forward, math_backward))}
 
 
 def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,

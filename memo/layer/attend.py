@@ -72,19 +72,14 @@ class Attention(NamedTuple):
 
 # --- group by group of heads ---
 
-def slices_of_heads(rows: int, D: int, H: int, Hkv: int, multiple: int = 1) -> list[tuple[slice, slice]]:
-    """Lists [(slice of H query heads, slice of the Hkv of keys that they read)]: see heads_at_once()."""
-    sharing = H // Hkv
-    heads = heads_at_once(rows, D, H, multiple, sharing)
-    queries = [slice(i, min(i + heads, H)) for i in range(0, H, heads)]
+def groups_of(attention: Attention, shape: Sequence[int], pieces: Pieces) -> list[tuple[slice, slice]]:
+    """Lists [(slice of the query heads that each rank is dealt, slice of the heads of keys that they read)]:
+    see heads_at_once(). `shape`: (B, T, H, D) of the queries; the longest of them and the keys bounds all."""
+    (B, T, H, D), ranks = shape, attention.ranks
+    longest, sharing = max(T * ranks, *(k.shape[1] for k, _ in pieces)), H // ranks // pieces[0][0].shape[2]
+    n = heads_at_once(B * longest, D, H // ranks, attention.heads, sharing)
+    queries = [slice(i, min(i + n, H // ranks)) for i in range(0, H // ranks, n)]
     return [(h, slice(h.start // sharing, -(-h.stop // sharing))) for h in queries]
-
-
-def groups_of(attention: Attention, q: torch.Tensor, pieces: Pieces) -> list[tuple[slice, slice]]:
-    """Lists slices_of_heads() of what each rank is dealt; the longest of queries and keys bounds them."""
-    B, T, H, D = q.shape
-    longest = max(T * attention.ranks, *(k.shape[1] for k, _ in pieces))
-    return slices_of_heads(B * longest, D, H // attention.ranks, pieces[0][0].shape[2], attention.heads)
 
 
 def dealt(attention: Attention, x: torch.Tensor, h: slice) -> torch.Tensor:
@@ -100,8 +95,7 @@ def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -
     """Sends off the first keys and values that attend() of H query heads meets; None: none are sent."""
     if attention.start is None:
         return None
-    B, T, Hkv, D = k.shape
-    _, kv = slices_of_heads(B * T, D, H, Hkv, attention.heads)[0]
+    _, kv = groups_of(attention, (*k.shape[:2], H, k.shape[3]), [(k, v)])[0]
     return attention.start(k[:, :, kv], v[:, :, kv])
 
 
@@ -120,7 +114,7 @@ def ends(groups: list[tuple[slice, slice]], h: slice, ring: Ring | None) -> dict
 def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, out: torch.Tensor, lse: torch.Tensor,
            ring: Ring | None = None) -> None:
     """Writes the attention of q to the pieces into out (B, T, H, D) and lse (B, H, T)."""
-    groups, ranks = groups_of(attention, q, pieces), attention.ranks
+    groups, ranks = groups_of(attention, q.shape, pieces), attention.ranks
     for h, kv in groups:
         place = dealt(attention, out, h)
         where = dict(out=place.flatten(2, 3)) if attention.takes_out else {}
@@ -136,7 +130,7 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
     """Adds to `sums` -> [dq]; without sums [dq, dk, dv]. Several groups of heads write them over q, k, v, so
     that each gradient exists once. Groups that share a head of keys follow each other: without sums their
     gradients of it are summed in fp32."""
-    groups, ranks = groups_of(attention, q, pieces), attention.ranks
+    groups, ranks = groups_of(attention, q.shape, pieces), attention.ranks
     shared, next_keys = None, [kv for _, kv in groups[1:]] + [None]  # the keys that the next group reads
     for (h, kv), following in zip(groups, next_keys, strict=True):
         dout_, q_, out_ = (dealt(attention, x, h).flatten(2, 3) for x in (dout, q, out))
