@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,8 +40,7 @@ from memo.kernels.backends import aligned
 from memo.kernels.matmul import Linear, Operand, check_products, matmul_of
 from memo.kernels.ops import Ops, resolve_ops, rotations
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
-from memo.layer.attend import Attention
-from memo.layer.attention import LayerAttention
+from memo.layer.attend import Attention, LayerAttention
 from memo.layer.cp import attention_over_ranks
 from memo.layer.edges import Edges
 from memo.layer.metp_block import MetpBlock
@@ -133,10 +132,9 @@ class Block:
         if not s.pieces:
             return s
         k, v = s.pieces[-1]
+        shape = len(s.x), self.tp.size, self.attention.kv_heads * self.attention.head_dim
         if self.attention.keys_apart(s):
-            rows, width = len(s.x) * self.tp.size, self.attention.kv_heads * self.attention.head_dim
-            k, v = (s.x.new_empty(rows, width) for _ in range(2))
-        shape = len(s.x), self.tp.size, -1
+            k, v = (s.x.new_empty(shape) for _ in range(2))
         return replace(s, tensors=s.tensors | dict(k=k.view(shape), v=v.view(shape)))
 
     def keys_of(self, s: Activations) -> Pieces:
@@ -220,10 +218,11 @@ class Block:
 
     def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor:
         """Writes dx over s.x, adds to the parameters' gradients, uses up dy (n, C) and the rest of `s`."""
-        # The MLP half and the projection first, for they go piece by piece.
         s, dout = self.with_keys(s), self.place_of_dout(s)
-        in_turns(self.tp, dy.device, 0, len(dy), partial(self.after_attention_backward, dy, s, dout))
-        # attention needs all rows: between the two halves every piece has to be done
+        # the MLP half and the projection go piece by piece: between them nothing needs other rows
+        in_turns(self.tp, dy.device, 0, len(dy),
+                 lambda r: chain(self.mlp_backward(dy, s, r), self.projection_backward(dy, s, dout, r)))
+        # attention needs all rows: every piece has to be done
         attention = self.attention
         dout_, q, out = attention.heads(dout, s.q, s.attn_out, like=s.lse)
         gradients = attention.backward(s, dout_, q, self.keys_of(s), out, s.lse)
@@ -250,12 +249,6 @@ class Block:
         return torch.empty_like(s.attn_out)
 
     # Generators for tp.in_turns: each yields where a message is on its way, while another piece computes.
-
-    def after_attention_backward(self, dy: torch.Tensor, s: Activations, dout: torch.Tensor,
-                                 r: slice) -> Iterator[None]:
-        """Computes rows r of the MLP half and the projection: between them nothing needs other rows."""
-        yield from self.mlp_backward(dy, s, r)
-        yield from self.projection_backward(dy, s, dout, r)
 
     def mlp_backward(self, dy: torch.Tensor, s: Activations, r: slice) -> Iterator[None]:
         """Writes rows r of the gradient of mid over dy, where out = mid + mlp(ln2(mid))."""

@@ -13,8 +13,7 @@ from memo.config import layer
 from memo.kernels.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
 from memo.kernels.ops import TORCH, rotations
 from memo.layer.activations import Weights
-from memo.layer.attend import attend, attend_backward
-from memo.layer.attention import HeadNorms
+from memo.layer.attend import HeadNorms, attend, attend_backward
 from memo.layer.cp import attention_over_ranks
 from memo.layer.tiles import Mask, RowOrder, one_sequence
 from memo.parallel.mesh import ALONE

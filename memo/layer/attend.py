@@ -8,26 +8,35 @@ merged through the logsumexp in fp32. So nothing has the length of all pieces, a
 order. The backward of each call takes the merged out and lse. Gradients of keys and values of several
 subsequences are added to `sums` [(dk, dv)], fp32 of the pieces' shapes; a single piece has no sums.
 
-attend() and attend_backward() go by groups of heads: temporary tensors stay small. Shapes as in
-memo/kernels/attention.py.
+attend() and attend_backward() go by groups of heads: temporary tensors stay small. `kv`: the heads of keys
+that some heads of queries read. Shapes as in memo/kernels/attention.py.
+
+Norms of q and k, head by head (Qwen 3), stand in front of attention: the layer keeps q and k as they were
+before. A group of heads is normed and rotated right before attention takes it, and again before its backward:
+normed tensors are short, and none is copied to the host.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
-from memo.config.layer import heads_at_once
-from memo.kernels.attention import Gradients, Kernel, Result
-from memo.layer.activations import Pieces
-from memo.layer.tiles import EVERYTHING, Meeting, Tiles
+from memo.config.config import Config
+from memo.config.layer import heads_at_once, layer_of
+from memo.kernels.attention import Gradients, Result
+from memo.kernels.ops import Ops
+from memo.layer.activations import Activations, Pieces, Weights
+from memo.layer.tiles import EVERYTHING, Meeting
+from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Visits
 
 Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see layer/cp.py
 Ring = tuple[Visits, Meanwhile]  # what start_keys() gives, and that
 Pair = tuple[torch.Tensor, torch.Tensor]
+Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward of a norm
 
 
 def itself(k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -152,84 +161,11 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
     return [q] if sums else [q, *pieces[0]]
 
 
-# --- the pieces that lie on this rank ---
-
-def unmet(q: torch.Tensor) -> Result:
-    """Makes out and lse of queries that have met no key yet: what is merged into them replaces them."""
-    B, T, H, _ = q.shape
-    # e^lse is 0; with -inf the merge of two such rows would be nan
-    return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
-
-
-def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor]) -> None:
-    """Merges the result of some rows into that of all, of which out is fp32."""
-    assert kernel.merge
-    kernel.merge(total[0][:, rows], total[1][..., rows], *part)
-
-
-def rows_met(tiles: Sequence[Tiles]) -> slice:
-    """Slices the queries from the first to the last that meet any key; nothing where none does."""
-    met = [tile.queries for of_piece in tiles for tile in of_piece]
-    if EVERYTHING in met:
-        return EVERYTHING
-    return slice(min(rows.start for rows in met), max(rows.stop for rows in met)) if met else slice(0)
-
-
-def within(rows: slice, queries: slice) -> slice:
-    """Finds queries among the `rows` that hold them."""
-    if rows == queries:
-        return EVERYTHING
-    return queries if rows == EVERYTHING else slice(queries.start - rows.start, queries.stop - rows.start)
-
-
-def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Sequence[Tiles],
-                   **where: torch.Tensor) -> Result:
-    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces;
-    `where`: out=, memory for the result, of a kernel that takes it."""
-    rows, total = rows_met(tiles), None
-    given = where if sum(map(len, tiles)) == 1 else {}
-    for (k, v), of_piece in zip(pieces, tiles, strict=True):
-        for queries, keys, causal in of_piece:
-            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, **given)
-            if total is None and queries == rows:
-                total = part
-            else:
-                total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
-                merge_rows(kernel, total, within(rows, queries), part)
-            del part  # before the next tile's
-    assert total is not None
-    for out in where.values() if not given else ():
-        out.copy_(total[0])
-    return total
-
-
-def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                    out: torch.Tensor, lse: torch.Tensor, tiles: Sequence[Tiles]) -> Gradients:
-    """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
-    rows, dq, totals = rows_met(tiles), None, sums
-    for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
-        for queries, keys, causal in of_piece:
-            dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
-                                        out[:, queries], lse[..., queries].contiguous(), causal)
-            if not sums and len(of_piece) == 1:
-                return [dq_, *dkv]
-            totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
-            for total, g in zip(totals[number], dkv, strict=True):
-                total[:, keys].add_(g)
-            del g, dkv
-            if dq is None and queries == rows:
-                dq = dq_
-            else:
-                dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
-                dq[:, within(rows, queries)].add_(dq_)
-            del dq_  # before the next tile's
-    assert dq is not None
-    return [dq] if sums else [dq, *totals[0]]
-
+# --- slices of queries, where stages compute for each other ---
 
 def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
-    """Cuts queries of `attention` into slices, where stages compute for each other: a Meeting for each. A
-    slice meets those before it in full calls, like pieces, and itself in a causal one."""
+    """Cuts queries of `attention` into slices: a Meeting for each. A slice meets those before it in full
+    calls, like pieces, and itself in a causal one."""
     assert meetings  # reserve() gives each unit its own
     if len(meetings) == 1:
         return attention.among(*meetings)
@@ -261,3 +197,142 @@ def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
         return k, v
     return attention._replace(forward=forward, backward=backward, to_pieces=to_pieces,
                               from_pieces=from_pieces)
+
+
+# --- of a layer ---
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms each head of `q` or `k` (RMSNorm over D), and rotates it by `turn`. `w`, `dw`: of a layer."""
+
+    ops: Ops
+    w: Weights
+    dw: Weights
+    eps: float
+    turn: torch.Tensor | None
+
+    def forward(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Norms q or k. (B, T, h, D) -> the same, new."""
+        rows = x.reshape(-1, x.shape[-1])  # a copy where the heads are some of several
+        out, rstd = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
+        self.ops.norm_forward(rows, self.w[f"{name}_norm_w"], None, out, None, rstd, self.eps)
+        out = out.view(x.shape)
+        self.rotate(out, back=False)
+        return out, (rows, rstd)
+
+    def backward(self, name: str, dy: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Finds the gradient of x from that of what forward() gave, which is used up; adds to dw."""
+        rows, rstd = kept
+        dy = dy.contiguous()
+        self.rotate(dy, back=True)
+        w, dw = (of[f"{name}_norm_w"] for of in (self.w, self.dw))
+        flat = dy.view(rows.shape)
+        self.ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
+        return dy
+
+    def rotate(self, x: torch.Tensor, back: bool) -> None:
+        """Rotates in place, (B, T, h, D) by (n, tp, D/2), where B T = n tp."""
+        if self.turn is not None:
+            self.ops.rotary(x.view(*self.turn.shape[:2], -1), self.turn, back)
+
+    def over(self, attention: Attention, several: bool) -> Attention:
+        """Makes `attention` take q and k before their norms; pieces of `several` hold normed keys."""
+
+        def normed(pieces: Pieces) -> tuple[Pieces, list[Kept]]:
+            if several:
+                return pieces, []
+            [(k, v)] = pieces
+            k, kept = self.forward("k", k)
+            return [(k, v)], [kept]
+
+        def start(k: torch.Tensor, v: torch.Tensor) -> Visits:
+            assert attention.start is not None
+            return attention.start(self.forward("k", k)[0], v)
+
+        def forward(q: torch.Tensor, pieces: Pieces, *how: object, **more: object) -> Result:
+            q, _ = self.forward("q", q)
+            return attention.forward(q, normed(pieces)[0], *how, **more)
+
+        def backward(dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, *how: object,
+                     **more: object) -> Gradients:
+            q, q_kept = self.forward("q", q)
+            pieces, k_kept = normed(pieces)
+            dq, *dkv = attention.backward(dout, q, pieces, *how, **more)
+            dq = dq.to(q.dtype)
+            del q, pieces
+            dq = self.backward("q", dq, q_kept)
+            if dkv:
+                dkv[0] = self.backward("k", dkv[0], *k_kept)
+            return [dq, *dkv]
+
+        def to_pieces(k: torch.Tensor, v: torch.Tensor) -> Pair:
+            return attention.to_pieces(self.forward("k", k)[0], v)
+
+        def from_pieces(dk: torch.Tensor, dv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Pair:
+            place, kept = self.forward("k", k)
+            dk, dv = attention.from_pieces(dk, dv, place, v)
+            return k.copy_(self.backward("k", dk, kept)), dv
+        return attention._replace(forward=forward, backward=backward, start=attention.start and start,
+                                  to_pieces=to_pieces, from_pieces=from_pieces)
+
+
+class LayerAttention:
+    """Computes attention of a layer's q, k and v: over a whole sequence, or with several subsequences over
+    those up to its own, which lie in pieces, `s.pieces`. Where the unit's own piece holds keys and values as
+    the layer makes them, it is the unit's `k` and `v`; else put_keys() writes them there. `kv_heads`: of a
+    rank."""
+
+    def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
+                 mesh: Mesh) -> None:
+        self.w, self.dw, self.ops, self.eps = w, dw, ops, cfg.norm_eps
+        (self.whole, self.pieces), layer = attention, layer_of(cfg)
+        self.head_dim = layer.head_dim
+        self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)
+        self.head_norms = layer.head_norms
+        self.keys_change = layer.head_norms or self.pieces.ranks > 1  # on their way to a piece
+
+    def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+        """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
+        return [x.view(like.shape[0], like.shape[2], -1, self.head_dim) for x in rows]
+
+    def rotate(self, x: torch.Tensor, s: Activations, rows: slice = EVERYTHING, back: bool = False) -> None:
+        """Rotates those rows of q or k, (n, tp, width/tp), in place; norms per head come before that."""
+        if s.turn is not None and not self.head_norms:
+            self.ops.rotary(x, s.turn[rows], back)
+
+    def norms(self, s: Activations) -> HeadNorms:
+        return HeadNorms(self.ops, self.w, self.dw, self.eps, s.turn)
+
+    def over(self, s: Activations) -> Attention:
+        """Chooses the Attention to the whole sequence or to `s.pieces`, with norms per head in front."""
+        attention = in_slices(self.pieces if s.pieces else self.whole, s.meetings)
+        return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
+
+    def keys_apart(self, s: Activations) -> bool:
+        """Says whether the unit's own piece lacks keys and values as the layer makes them: so it does,
+        too, where other stages compute later rows of several sequences, whose keys lie between."""
+        return self.keys_change or not s.pieces[-1][0].is_contiguous()
+
+    def put_keys(self, s: Activations, k: torch.Tensor, v: torch.Tensor, kv: slice = EVERYTHING) -> None:
+        """Writes the layer's k and v into the unit's own piece."""
+        [own] = of_heads(s.pieces[-1:], kv)
+        for place, tensor in zip(own, self.over(s).to_pieces(k, v), strict=True):
+            place.copy_(tensor)
+
+    def forward(self, s: Activations, q: torch.Tensor, keys: Pieces, out: torch.Tensor, lse: torch.Tensor,
+                kv: slice = EVERYTHING, ring: Ring | None = None) -> None:
+        """Writes into out and lse the attention of q to the pieces, else to `keys` [(k, v)]: see attend()."""
+        attend(self.over(s), q, of_heads(s.pieces, kv) or keys, out, lse, ring)
+
+    def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,
+                 lse: torch.Tensor, kv: slice = EVERYTHING, ring: Ring | None = None) -> Gradients:
+        """Computes dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
+        return attend_backward(self.over(s), dout, q, of_heads(s.pieces, kv) or keys,
+                               of_heads(s.sums, kv), out, lse, ring)
+
+    def key_gradients(self, s: Activations, k: torch.Tensor, v: torch.Tensor,
+                      kv: slice = EVERYTHING) -> Gradients:
+        """Writes dk, dv of the unit's own piece over k and v, when later subsequences and the unit have
+        added all of theirs. `k`: with norms per head as the layer makes it."""
+        [sums] = of_heads(s.sums[-1:], kv)
+        return self.over(s).from_pieces(*sums, k, v)

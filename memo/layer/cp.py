@@ -24,20 +24,85 @@ import torch
 
 from memo.kernels.attention import Gradients, Kernel, Result
 from memo.layer.activations import Pieces
-from memo.layer.attend import (
-    Attention,
-    Meanwhile,
-    Pair,
-    merge_rows,
-    nothing,
-    pieces_backward,
-    pieces_forward,
-    rows_met,
-    unmet,
-)
-from memo.layer.tiles import EVERYTHING, Meeting
+from memo.layer.attend import Attention, Meanwhile, Pair, nothing
+from memo.layer.tiles import EVERYTHING, Meeting, Tiles
 from memo.parallel.visits import Visits
 from memo.system.axis import Axis, Hop
+
+# --- the pieces that lie on this rank ---
+
+def unmet(q: torch.Tensor) -> Result:
+    """Makes out and lse of queries that have met no key yet: what is merged into them replaces them."""
+    B, T, H, _ = q.shape
+    # e^lse is 0; with -inf the merge of two such rows would be nan
+    return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
+
+
+def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor]) -> None:
+    """Merges the result of some rows into that of all, of which out is fp32."""
+    assert kernel.merge
+    kernel.merge(total[0][:, rows], total[1][..., rows], *part)
+
+
+def rows_met(tiles: Sequence[Tiles]) -> slice:
+    """Slices the queries from the first to the last that meet any key; nothing where none does."""
+    met = [tile.queries for of_piece in tiles for tile in of_piece]
+    if EVERYTHING in met:
+        return EVERYTHING
+    return slice(min(rows.start for rows in met), max(rows.stop for rows in met)) if met else slice(0)
+
+
+def within(rows: slice, queries: slice) -> slice:
+    """Finds queries among the `rows` that hold them."""
+    if rows == queries:
+        return EVERYTHING
+    return queries if rows == EVERYTHING else slice(queries.start - rows.start, queries.stop - rows.start)
+
+
+def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Sequence[Tiles],
+                   **where: torch.Tensor) -> Result:
+    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces;
+    `where`: out=, memory for the result, of a kernel that takes it."""
+    rows, total = rows_met(tiles), None
+    given = where if sum(map(len, tiles)) == 1 else {}
+    for (k, v), of_piece in zip(pieces, tiles, strict=True):
+        for queries, keys, causal in of_piece:
+            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, **given)
+            if total is None and queries == rows:
+                total = part
+            else:
+                total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
+                merge_rows(kernel, total, within(rows, queries), part)
+            del part  # before the next tile's
+    assert total is not None
+    for out in where.values() if not given else ():
+        out.copy_(total[0])
+    return total
+
+
+def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
+                    out: torch.Tensor, lse: torch.Tensor, tiles: Sequence[Tiles]) -> Gradients:
+    """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
+    rows, dq, totals = rows_met(tiles), None, sums
+    for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
+        for queries, keys, causal in of_piece:
+            dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
+                                        out[:, queries], lse[..., queries].contiguous(), causal)
+            if not sums and len(of_piece) == 1:
+                return [dq_, *dkv]
+            totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
+            for total, g in zip(totals[number], dkv, strict=True):
+                total[:, keys].add_(g)
+            del g, dkv
+            if dq is None and queries == rows:
+                dq = dq_
+            else:
+                dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
+                dq[:, within(rows, queries)].add_(dq_)
+            del dq_  # before the next tile's
+    assert dq is not None
+    return [dq] if sums else [dq, *totals[0]]
+
 
 # --- ring: keys and values of a whole sequence go round ---
 

@@ -23,8 +23,7 @@ from memo.kernels.matmul import Operand, matmul_of
 from memo.kernels.ops import Ops
 from memo.layer import metp
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
-from memo.layer.attend import Attention, Ring, of_heads, start_keys
-from memo.layer.attention import LayerAttention
+from memo.layer.attend import Attention, LayerAttention, Ring, of_heads, start_keys
 from memo.layer.metp import Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
 from memo.parallel.mesh import Mesh
