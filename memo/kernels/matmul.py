@@ -107,9 +107,6 @@ def te_fp8_weight_gradient(dw: torch.Tensor, g: fp8.Scaled, x: fp8.Scaled) -> No
         fp8.weight_gradient(dw, g, x)
 
 
-TE_MATMULS = MATMULS | {"fp8": FP8._replace(weight_gradient=te_fp8_weight_gradient)}
-
-
 def check_products(name: str, device: torch.device) -> None:
     """Checks that a device computes the products of cfg.matmul. Errors: ConfigError."""
     if name == "fp8" and device.type == "cuda" and (why := fp8.failing(device)):
@@ -119,4 +116,5 @@ def check_products(name: str, device: torch.device) -> None:
 
 def matmul_of(name: str, ops: str) -> Matmul:
     """Finds the Matmul of cfg.matmul, beside the Ops of this name."""
-    return (TE_MATMULS if ops == "te" else MATMULS)[name]
+    te_fp8 = FP8._replace(weight_gradient=te_fp8_weight_gradient)
+    return te_fp8 if (name, ops) == ("fp8", "te") else MATMULS[name]

@@ -289,7 +289,6 @@ class LayerAttention:
         self.head_dim = layer.head_dim
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)
         self.head_norms = layer.head_norms
-        self.keys_change = layer.head_norms or self.pieces.ranks > 1  # on their way to a piece
 
     def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
@@ -309,9 +308,10 @@ class LayerAttention:
         return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
 
     def keys_apart(self, s: Activations) -> bool:
-        """Says whether the unit's own piece lacks keys and values as the layer makes them: so it does,
-        too, where other stages compute later rows of several sequences, whose keys lie between."""
-        return self.keys_change or not s.pieces[-1][0].is_contiguous()
+        """Says whether the unit's own piece lacks keys and values as the layer makes them: so it does where
+        they change on their way there, and where other stages compute later rows of several sequences, whose
+        keys lie between."""
+        return self.head_norms or self.pieces.ranks > 1 or not s.pieces[-1][0].is_contiguous()
 
     def put_keys(self, s: Activations, k: torch.Tensor, v: torch.Tensor, kv: slice = EVERYTHING) -> None:
         """Writes the layer's k and v into the unit's own piece."""

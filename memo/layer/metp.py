@@ -14,7 +14,7 @@ share the parameters. Source: METP (FITEE 2400602), algorithms 1 to 6.
 
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from memo.kernels.rows import cut
 from memo.layer.activations import Weights
 from memo.layer.mlp import Mlp
 from memo.parallel.tp import bias_backward
-from memo.parallel.visits import Visits
+from memo.parallel.visits import Ahead, Visits
 from memo.system.axis import Axis, Hop, Works
 
 Normed = Callable[[slice], torch.Tensor]  # rows of a norm's output, made when they are asked for
@@ -191,15 +191,15 @@ class Projection:
     def __init__(self, matmul: Matmul, axis: Axis, own: Operand, bias: torch.Tensor | None, x: torch.Tensor,
                  a: torch.Tensor, out: torch.Tensor) -> None:
         self.matmul, self.own, self.p = matmul, own, (p := axis.size)
-        self.posts = map(axis.start_gather, matmul.carried(own).tensor_split(p))
-        self.coming, self.pieces = deque[Works[torch.Tensor]](), list[torch.Tensor]()
+        self.coming = Ahead(map(axis.start_gather, matmul.carried(own).tensor_split(p)))
+        self.pieces = list[torch.Tensor]()  # of w, (p, C/p, Q/p)
         self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
         self.ready = list[Operand]()  # the parts, as the products take them
         self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
 
     def start(self, pieces: int) -> None:
         """Sends for the next pieces of w."""
-        self.coming.extend(islice(self.posts, pieces))
+        self.coming.prepare(len(self.coming.ready) + pieces)
 
     def add(self) -> None:
         """Adds the next part of a to the columns whose piece of w came before, then all parts up to it to
@@ -208,7 +208,7 @@ class Projection:
         self.ready.append(self.matmul.rows(self.parts[new]))
         for i, (x, out) in enumerate(self.columns[:new + 1]):
             if i == new:
-                self.pieces.append(self.coming.popleft().wait())  # (p, C/p, Q/p)
+                self.pieces.append(next(self.coming))
             for j in range(new if i < new else 0, new + 1):
                 w = self.matmul.arrived(self.pieces[i][j], self.own)
                 for r in row_pieces(len(out)):
