@@ -55,52 +55,40 @@ def norm_operands(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 def norm_forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
                  mean: torch.Tensor | None, rstd: torch.Tensor, eps: float) -> None:
-    if mean is None:
-        rms_norm_forward(x, w, out, rstd, eps)
-        return
-    for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd):
-        x_, w, b = norm_operands(x_, w, b)
-        y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, eps)
-        out_.copy_(y)
-        mean_.copy_(m.view(-1))
-        rstd_.copy_(r.view(-1))
+    for x_, out_, mean_, rstd_ in chunks(x, out, mean, rstd, cached=mean is None):
+        if mean is None:
+            x_ = x_.float()
+            torch.rsqrt((x_ * x_).mean(1).add_(eps), out=rstd_)
+            torch.mul(torch.mul(x_, rstd_[:, None]), w, out=out_)
+        else:
+            x_, w, b = norm_operands(x_, w, b)
+            y, m, r = torch.native_layer_norm(x_, x_.shape[-1:], w, b, eps)
+            out_.copy_(y)
+            mean_.copy_(m.view(-1))
+            rstd_.copy_(r.view(-1))
 
 
 def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
                   mean: torch.Tensor | None, rstd: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
                   dw: torch.Tensor, db: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if mean is None:
-        return rms_norm_backward(residual, dy, x, rstd, w, dw, out)
-    for out_, dy_, x_, mean_, rstd_, residual_ in chunks(out, dy, x, mean, rstd, residual):
-        dy_, x_, w, b = norm_operands(dy_, x_, w, b)
-        dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
-            dy_, x_, x_.shape[-1:], mean_[:, None], rstd_[:, None], w, b, [True, True, b is not None])
-        dw += dw_
-        if b is not None:
-            db += db_
-        out_.copy_(dx) if residual is None else torch.add(residual_, dx, out=out_)
-    return out
-
-
-def rms_norm_forward(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, rstd: torch.Tensor,
-                     eps: float) -> None:
-    for x_, out_, rstd_ in chunks(x, out, rstd, cached=True):
-        x_ = x_.float()
-        torch.rsqrt((x_ * x_).mean(1).add_(eps), out=rstd_)
-        torch.mul(torch.mul(x_, rstd_[:, None]), w, out=out_)
-
-
-def rms_norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor,
-                      w: torch.Tensor, dw: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Computes dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; the mean over the row."""
-    for out_, dy_, x_, rstd_, residual_ in chunks(out, dy, x, rstd, residual, cached=True):
-        r, dy_ = rstd_[:, None], dy_.float()
-        xhat = x_.float() * r
-        both = dy_ * xhat
-        dw += both.sum(0)
-        g = dy_ * w
-        along = torch.mul(g, xhat, out=both).mean(1, keepdim=True)
-        dx = g.sub_(xhat.mul_(along)).mul_(r)
+    for out_, dy_, x_, mean_, rstd_, residual_ in chunks(out, dy, x, mean, rstd, residual,
+                                                         cached=mean is None):
+        r = rstd_[:, None]
+        if mean is None:  # dx = r (g - xhat mean(g xhat)), g = dy w, xhat = x r; the mean over the row
+            dy_ = dy_.float()
+            xhat = x_.float() * r
+            both = dy_ * xhat
+            dw += both.sum(0)
+            g = dy_ * w
+            along = torch.mul(g, xhat, out=both).mean(1, keepdim=True)
+            dx = g.sub_(xhat.mul_(along)).mul_(r)
+        else:
+            dy_, x_, w, b = norm_operands(dy_, x_, w, b)
+            dx, dw_, db_ = torch.ops.aten.native_layer_norm_backward(
+                dy_, x_, x_.shape[-1:], mean_[:, None], r, w, b, [True, True, b is not None])
+            dw += dw_
+            if b is not None:
+                db += db_
         out_.copy_(dx) if residual is None else torch.add(residual_, dx, out=out_)
     return out
 
