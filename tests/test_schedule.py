@@ -17,7 +17,7 @@ from memo.schedule.place import Access
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Op
-from memo.schedule.waits import Passes, schedule, with_waits
+from memo.schedule.waits import Pass, Passes, schedule
 from tests.helpers import unaware
 from tests.program_cases import cases, digests
 from tests.replay import RULES, validate_schedule
@@ -462,7 +462,7 @@ def test_touches_that_an_operation_does_not_state_are_missed():
             def access(memory, step, silent=silent, said=said):
                 return Access([], []) if kind(step) == silent else said(memory, step)
             with patch.object(Memory, "access", access):
-                waits = with_waits(steps, Memory(p))
+                waits = Pass(steps, Memory(p)).schedule()
             if refusal(waits, (p.fates, p.layers, p.subsequences, p.order), p.trains):
                 missed.add(silent)
     assert {str(k) for k in seen - missed} == set()

@@ -5,10 +5,10 @@ writes; not for its own stream, which does one thing after the other, nor where 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import NamedTuple
 
 from memo.schedule.access import Memory
 from memo.schedule.place import Access, Place
@@ -19,35 +19,18 @@ from memo.schedule.step import Step
 # {step of another stream that must be done before: the place that this protects}, for steps in launch order
 Waits = Mapping[Step, Place]
 Schedule = Mapping[Step, Waits]
-# {stream: the number of its last step that is done for certain}; of several passes before: (pass, stream)
-Clock = dict[str, int]
-Clocks = dict[tuple[int, str], int]
-K = TypeVar("K")
-
-
-class Done(NamedTuple):
-    """A step that has touched a place, as its pass leaves it: `number` in its pass, `clock` behind it."""
-
-    step: Step
-    number: int
-    clock: Clock
-    wrote: bool
+Clock = dict[str, int]  # {stream: the number of its last step that is done for certain}
 
 
 @lru_cache(16)  # most of the layouts that a search tries have the same
 def schedule(program: Program) -> Schedule:
     """Makes the schedule of a program."""
-    return with_waits(program.steps(), Memory(program))
-
-
-def with_waits(steps: Iterable[Step], memory: Memory) -> Schedule:
-    """Derives what each step of a pass waits for within it."""
-    return Pass(steps, memory).schedule()
+    return Pass(program.steps(), Memory(program)).schedule()
 
 
 class Pass:
     """Derives the waits of a pass. Steps have numbers, in launch order. Every step has a clock, of what is
-    done for certain before it; it has to wait only for what the clock of its stream does not hold yet."""
+    done for certain when it is; a step has to wait only for what its stream's clock does not hold yet."""
 
     def __init__(self, steps: Iterable[Step], memory: Memory) -> None:
         self.steps = [*steps]
@@ -57,7 +40,7 @@ class Pass:
         self.clock_of: dict[str, Clock] = {}  # of each stream, behind its last step
         self.writer: dict[Place, int] = {}
         # since it was written, the last one of each stream
-        self.readers: dict[Place, dict[str, int]] = defaultdict(dict)
+        self.readers: dict[Place, Clock] = defaultdict(dict)
         # of each step: what its stream touches first, so as passes before have left it
         self.first: list[Access] = []
         for number, step in enumerate(self.steps):
@@ -65,92 +48,64 @@ class Pass:
 
     def add(self, number: int, access: Access) -> None:
         """Derives the waits of the next step."""
-        stream, streams, writer, readers = self.streams[number], self.streams, self.writer, self.readers
-        # a wait is named by the first place that it protects, of the writes, else of the reads
-        earlier = dict[int, Place]()
-        first = Access([], [])
-        for place in reversed(access.reads):
-            by = readers[place]
-            if place in writer:
-                if streams[writer[place]] != stream:
-                    earlier[writer[place]] = place
-            elif stream not in by:
-                first.reads.append(place)
-            by[stream] = number
-        for place in reversed(access.writes):
-            if place not in writer:
-                first.writes.append(place)
-            elif streams[writer[place]] != stream:
-                earlier[writer[place]] = place
-            if place in readers:
-                earlier |= {k: place for other, k in readers.pop(place).items() if other != stream}
-            writer[place] = number
-        clock, waits = dict(self.clock_of.get(stream, {})), {}
-        for other in sorted(earlier, reverse=True):
-            if other > clock.get(streams[other], -1):
-                waits[other] = earlier[other]
-                advance(clock, self.clocks[other])
+        stream, writer, readers = self.streams[number], self.writer, self.readers
+        clock = dict(self.clock_of.get(stream, ()))
+        self.waits.append(self.needed(access, clock))
         clock[stream] = number
         self.clock_of[stream] = clock
         self.clocks.append(clock)
-        self.waits.append(waits)
-        self.first.append(first)
+        self.first.append(Access([place for place in access.reads
+                                  if place not in writer and stream not in readers[place]],
+                                 [place for place in access.writes if place not in writer]))
+        for place in access.reads:
+            readers[place][stream] = number
+        for place in access.writes:
+            readers.pop(place, None)
+            writer[place] = number
 
-    @cached_property
-    def left(self) -> dict[Place, list[Done]]:
-        """Finds who has touched each place last: its writer, and the readers since."""
-        left = defaultdict[Place, list[Done]](list)
-        for place, by in self.readers.items():
-            left[place] += [Done(self.steps[k], k, self.clocks[k], False) for k in {*by.values()}]
-        for place, k in self.writer.items():
-            left[place].append(Done(self.steps[k], k, self.clocks[k], True))
-        return left
+    def needed(self, access: Access, clock: Clock) -> dict[int, Place]:
+        """Finds which steps of the pass a next one waits for, those that `clock` does not hold, and advances
+        it. A wait is named by the first place that it protects, of the writes, else of the reads."""
+        writer, earlier = self.writer, dict[int, Place]()
+        for place in reversed(access.reads):
+            if place in writer:
+                earlier[writer[place]] = place
+        for place in reversed(access.writes):
+            if place in writer:
+                earlier[writer[place]] = place
+            if place in self.readers:
+                earlier |= dict.fromkeys(self.readers[place].values(), place)
+        waits = {}
+        for k in sorted(earlier, reverse=True):
+            if k > clock.get(self.streams[k], -1):
+                waits[k] = earlier[k]
+                advance(clock, self.clocks[k])
+        return waits
+
+    def waits_for(self, before: "Pass") -> Iterator[tuple[Step, Waits]]:
+        """Yields the steps that wait for some of a pass `before`, which has run to its end, and for which."""
+        clocks, clock_of = list[Clock](), dict(before.clock_of)
+        for step, stream, own, first in zip(self.steps, self.streams, self.waits, self.first, strict=True):
+            clock, touches = clock_of.get(stream, {}), any(first)
+            if own or touches:
+                clock_of[stream] = clock = dict(clock)
+                for k in own:
+                    advance(clock, clocks[k])
+            clocks.append(clock)
+            if touches and (waits := before.needed(first, clock)):
+                yield step, {before.steps[k]: place for k, place in waits.items()}
 
     def schedule(self, before: Sequence["Pass"] = ()) -> Schedule:
-        """Makes the schedule of the pass where each of those `before` may have run. A step whose place one of
-        them has touched last waits for that pass too."""
-        left = [dict(other.left) for other in before]
-        clock_of: dict[str, Clocks] = {}  # a stream goes on where any pass has left it
-        for n, other in enumerate(before):
-            for stream, clock in other.clock_of.items():
-                clock_of.setdefault(stream, {}).update(of_pass(n, clock))
-        clocks, made = list[Clocks](), dict[Step, Waits]()
-        for step, stream, own, first in zip(self.steps, self.streams, self.waits, self.first, strict=True):
-            waits = {self.steps[k]: place for k, place in own.items()}
-            before_it = clock_of.get(stream, {})
-            if own or any(first):
-                before_it = dict(before_it)
-                for k in own:
-                    advance(before_it, clocks[k])
-                for n, touched in enumerate(left):
-                    waits |= waits_for(n, touched, stream, before_it, first)
-                clock_of[stream] = before_it
-            clocks.append(before_it)
-            made[step] = waits
+        """Makes the schedule of the pass where each of those `before` may have run."""
+        made = {step: {self.steps[k]: place for k, place in own.items()}
+                for step, own in zip(self.steps, self.waits, strict=True)}
+        for other in before:
+            for step, waits in self.waits_for(other):
+                made[step] |= waits
         return made
 
 
-def of_pass(n: int, clock: Clock) -> Clocks:
-    """Marks a clock as that of the n-th pass before."""
-    return {(n, stream): number for stream, number in clock.items()}
-
-
-def waits_for(n: int, left: dict[Place, list[Done]], stream: str, clock: Clocks,
-              first: Access) -> dict[Step, Place]:
-    """Finds the waits of a stream's next step for what the n-th pass before has `left` in the places that it
-    is the `first` to touch, and advances the clock."""
-    touched = [(done, place) for place in reversed(first.writes) for done in left.pop(place, ())]
-    touched += [(done, place) for place in reversed(first.reads) for done in left.get(place, ())
-                if done.wrote]
-    waits: dict[Step, Place] = {}
-    for done, place in sorted(touched, key=lambda pair: -pair[0].number):
-        if done.step.stream != stream and done.number > clock.get((n, done.step.stream), -1):
-            waits.setdefault(done.step, place)
-            advance(clock, of_pass(n, done.clock))
-    return waits
-
-
-def advance(clock: dict[K, int], other: Mapping[K, int]) -> None:
+def advance(clock: Clock, other: Clock) -> None:
     """Adds to a clock what another one holds."""
     for stream, number in other.items():
         if number > clock.get(stream, -1):
