@@ -13,10 +13,9 @@ from memo.schedule import periods
 from memo.schedule.access import Memory
 from memo.schedule.listing import listing, shortened
 from memo.schedule.order import STREAM_PLACES, forward_order, keys_leave
-from memo.schedule.place import Access
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
-from memo.schedule.step import Op
+from memo.schedule.step import Access, Op
 from memo.schedule.waits import Pass, Passes, schedule
 from tests.helpers import unaware
 from tests.program_cases import cases, digests

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from memo.schedule.access import Memory
-from memo.schedule.place import Access
 from memo.schedule.program import Fates, Program, coming
 from memo.schedule.states import States
+from memo.schedule.step import Access
 from memo.schedule.waits import passes_of
 
 L = 4

@@ -14,10 +14,9 @@ from memo.memory.sizes import Sizes, repaid_rows, shared_regions
 from memo.memory.slab import HostSlab
 from memo.schedule.execute import Executor, Work
 from memo.schedule.help import HELPER_PLACES
-from memo.schedule.place import Content, Part, Region, place_at
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
-from memo.schedule.step import COPIES, Moved, Op, Step, Unit
+from memo.schedule.step import COPIES, Content, Moved, Op, Part, Region, Step, Unit, place_at
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.schedule.waits import Passes, passes_of
 

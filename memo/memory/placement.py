@@ -10,9 +10,8 @@ from math import prod
 from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
 from memo.config.msp import Help, guest_number
 from memo.schedule.order import STREAM_PLACES, ForwardOrder, InOrder, forward_order, keys_leave
-from memo.schedule.place import Place, Region
 from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
-from memo.schedule.step import Unit
+from memo.schedule.step import Place, Region, Unit
 from memo.schedule.waits import Schedule, schedule
 
 Rows = Mapping[str, int | tuple[int, ...]]  # of all subsequences, an equal part of each; or one by one

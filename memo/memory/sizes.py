@@ -8,8 +8,7 @@ from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.schedule.access import Memory
 from memo.schedule.help import HELPER_PLACES
-from memo.schedule.place import Content, Part
-from memo.schedule.step import Step
+from memo.schedule.step import Content, Part, Step
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 

@@ -13,10 +13,9 @@ from math import inf
 
 from memo.config.msp import Help, guest_number
 from memo.schedule.order import STREAM_PLACES
-from memo.schedule.place import LEAVING, Access, Content, Part, Place, Places, Region, place_at
 from memo.schedule.program import EMBEDDING, LAYER_PLACES, SWEEP_PLACES, Program, layer_of
 from memo.schedule.states import ADDS, States
-from memo.schedule.step import COPIES, Moved, Op, Step, Unit
+from memo.schedule.step import Access, Content, Moved, Op, Part, Place, Places, Region, Step, Unit, place_at
 
 
 class Memory:
@@ -156,7 +155,7 @@ class Memory:
             case Moved.INPUT:
                 return [Part(Content.SWEPT, unit)]
             case Moved.STREAM | Moved.GRADIENT:  # activations go up, gradients down
-                up = (step.moved is Moved.STREAM) == (step.op in LEAVING)
+                up = (step.moved is Moved.STREAM) == step.leaves
                 return [Part(Content.ABOVE if up else Content.BELOW, unit)]
         return self.helps(step) if step.peer is not None else []
 
@@ -203,8 +202,8 @@ class Memory:
         else:  # a copy or a message touches where its parts lie
             parts = self.moves(step)
             here = [place for part in parts for place in self.places(part)]
-            there = [self.slab(part) for part in parts] if step.op in COPIES else []
-            touched = Access(here, there) if step.op in LEAVING else Access(there, here)
+            there = [self.slab(part) for part in parts] if not step.is_message else []
+            touched = Access(here, there) if step.leaves else Access(there, here)
         for layer in self.layers_of(step) if self.all_count or self.program.come else ():
             if step.op not in (Op.EMBED_BACKWARD, Op.ADD):
                 touched.reads.append(self.weights(layer))

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from memo.schedule.place import Place
 from memo.schedule.simulate import Times
-from memo.schedule.step import Op, Step
+from memo.schedule.step import Op, Place, Step
 from memo.schedule.waits import Schedule
 
 

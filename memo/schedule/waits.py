@@ -11,10 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from memo.schedule.access import Memory
-from memo.schedule.place import Access, Place
 from memo.schedule.program import Program
 from memo.schedule.states import States
-from memo.schedule.step import Step
+from memo.schedule.step import Access, Place, Step
 
 # {step of another stream that must be done before: the place that this protects}, for steps in launch order
 Waits = Mapping[Step, Place]

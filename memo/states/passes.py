@@ -29,8 +29,7 @@ from memo.memory.slab import HostSlab, host_bytes
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena, NoArena
 from memo.schedule.execute import Work
-from memo.schedule.place import Content, Part
-from memo.schedule.step import Op, Step, Unit
+from memo.schedule.step import Content, Op, Part, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
 from memo.system.device import free_bytes
