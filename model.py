@@ -46,8 +46,7 @@ from memo.layer.edges import Edges
 from memo.layer.metp_block import MetpBlock
 from memo.layer.mlp import mlp_of
 from memo.memory.flat import model_parameters
-from memo.memory.parameters import Parameters
-from memo.memory.views import bucket_views
+from memo.memory.parameters import Parameters, bucket_views
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward, column_backward, in_turns, row_backward, row_forward
 

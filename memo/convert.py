@@ -44,7 +44,7 @@ from memo.errors import CheckpointError, ConfigError, warn
 from memo.huggingface import huggingface, weights
 from memo.huggingface.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
 from memo.memory.flat import model_parameters
-from memo.memory.views import whole
+from memo.memory.parameters import whole
 from memo.run.load_config import stored_config
 from memo.system.files import JsonObject, json_bytes, load_json, save_bytes, save_json
 

@@ -9,7 +9,7 @@ import torch
 from memo.checkpoint import checkpoint
 from memo.config.layer import tensors_of
 from memo.decide.where import Room, place_rows, problem_of
-from memo.memory.views import views
+from memo.memory.parameters import views
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena
 from memo.run import reserve

@@ -25,7 +25,7 @@ from memo.checkpoint.checkpoint import CheckpointError, Saver
 from memo.checkpoint.manifest import CHECKPOINT_JSON, manifest_text, newest
 from memo.config.config import as_keys
 from memo.config.layout import Layout
-from memo.memory.views import Piece, whole
+from memo.memory.parameters import Piece, whole
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.axis import Axis

@@ -15,7 +15,7 @@ from memo.kernels import fp8
 from memo.kernels.backends import check_matmul
 from memo.kernels.fp8 import E4M3, E5M2
 from memo.kernels.matmul import FP8
-from memo.memory.views import views
+from memo.memory.parameters import views
 from memo.parallel.mesh import ALONE
 from memo.states.optim import Optimizer
 from memo.states.passes import Model

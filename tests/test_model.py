@@ -11,7 +11,7 @@ from memo.kernels.ops import rotary, rotations
 from memo.kernels.rows import cut
 from memo.layer.edges import Edges
 from memo.memory.buffers import bytes_of
-from memo.memory.views import views
+from memo.memory.parameters import views
 from memo.planner.plan import plan_trace
 from memo.run.rehearsal import traced_requests
 from memo.states.optim import Optimizer

@@ -9,7 +9,7 @@ import torch
 from memo.config.layout import Layout
 from memo.estimate.regions import states
 from memo.memory import flat
-from memo.memory.views import views
+from memo.memory.parameters import views
 from memo.parallel.mesh import ALONE
 from memo.states.optim import Optimizer, square_sum
 from memo.states.passes import Model

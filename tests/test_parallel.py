@@ -8,8 +8,8 @@ import torch
 from memo.config.layer import layer_of, n_rows
 from memo.config.layout import Layout
 from memo.layer.edges import Edges
+from memo.memory.parameters import views
 from memo.memory.placement import Placement
-from memo.memory.views import views
 from memo.parallel.mesh import ALONE, Mesh
 from memo.planner.allocator import Arena
 from memo.planner.plan import plan_trace

@@ -14,7 +14,7 @@ from memo import convert, evaluate, sample
 from memo.checkpoint import checkpoint
 from memo.checkpoint.checkpoint import CheckpointError, Saver
 from memo.errors import BadState, TrainingError
-from memo.memory.views import is_finite, whole
+from memo.memory.parameters import is_finite, whole
 from memo.states.optim import Optimizer
 from tests.helpers import ROOT, argv, losses
 
@@ -124,7 +124,7 @@ ssize_t write(int fd, const void *data, size_t n) {
 SAVES = """
 import ctypes, sys, torch
 from memo.checkpoint.checkpoint import Saver
-from memo.memory.views import whole
+from memo.memory.parameters import whole
 flips = ctypes.CDLL(None)
 at, writes = (ctypes.c_int.in_dll(flips, name) for name in ("flip_at", "writes"))
 for n in range(int(sys.argv[1])):

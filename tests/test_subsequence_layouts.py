@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memo.config.layout import Layout
-from memo.memory.views import views
+from memo.memory.parameters import views
 from memo.parallel.mesh import ALONE
 from tests.helpers import LLAMA, step
 from tests.layouts import agree, build, layout_keys, on_ranks

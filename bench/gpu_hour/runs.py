@@ -23,9 +23,9 @@ from memo.config.formulas import mfu, tgs
 from memo.config.layer import head_rows, logit_bytes
 from memo.decide.where import Room, place_rows, problem_of
 from memo.errors import ConfigError, OutOfHostMemory
+from memo.memory.parameters import views
 from memo.memory.placement import Placement
 from memo.memory.slab import host_bytes
-from memo.memory.views import views
 from memo.plots.figures import timeline
 from memo.run import reserve
 from memo.schedule.spans import stall_s

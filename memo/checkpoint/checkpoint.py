@@ -31,8 +31,8 @@ from memo.config.config import KEYS, MODEL_KEYS, POSITION_KEYS
 from memo.config.layout import Layout
 from memo.errors import FULL, BadState, CheckpointError, DataError, elsewhere, reason, warn
 from memo.memory.flat import model_parameters
+from memo.memory.parameters import Piece, is_finite, whole
 from memo.memory.slab import HostSlab
-from memo.memory.views import Piece, is_finite, whole
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.axis import Axis, T, come

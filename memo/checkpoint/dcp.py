@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.futures import Future
 
 from memo.checkpoint.manifest import SAVE
-from memo.memory.views import Piece
+from memo.memory.parameters import Piece
 from memo.system.axis import WRITTEN, come
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is no accident

@@ -18,7 +18,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from memo.checkpoint.manifest import METADATA
-from memo.memory.views import Piece
+from memo.memory.parameters import Piece
 from memo.system.files import open_file
 
 MOST_ZIP_BYTES = 2**16  # of the directory of a zip, and of the pickle in it

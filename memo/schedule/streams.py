@@ -121,7 +121,9 @@ class CudaStream(TimedStream):
 
     def start(self, work: Callable[..., object], *args: object) -> None:
         with torch.cuda.stream(self.stream):
-            work(*args)
+            works = work(*args)
+            if isinstance(works, Works):  # messages, for which a library has a stream of its own
+                works.wait()
 
     def hold(self, event: Event) -> None:
         if isinstance(event.mark, CudaMark):
@@ -134,16 +136,6 @@ class CudaStream(TimedStream):
         self.stream.synchronize()
 
     close = synchronize
-
-
-class CudaMessages(CudaStream):
-    """The stream of messages that a library has one of its own for."""
-
-    def start(self, work: Callable[..., object], *args: object) -> None:
-        with torch.cuda.stream(self.stream):
-            works = work(*args)
-            assert isinstance(works, Works)
-            works.wait()
 
 
 # --- the CPU ---
@@ -267,8 +259,7 @@ def open_streams(device: torch.device, messages: bool = False, lanes: Iterable[s
     if not cpu:
         compute = CudaStream("compute", timeline, torch.cuda.current_stream(device))
     others: dict[str, Stream] = {name: opened(name) for name in (*("send", "receive") * messages, *lanes)}
-    others["replicas"] = CpuMessages("replicas", Untimed()) if cpu else CudaMessages(
-        "replicas", timeline, torch.cuda.Stream(device, -1))
+    others["replicas"] = CpuMessages("replicas", Untimed()) if cpu else opened("replicas")
     # a thread's clock is not a GPU's: its spans are in no picture then
     others["optimizer"] = CpuStream("optimizer", timeline if cpu else Untimed())
     return Streams(compute, opened("offload"), opened("prefetch"), timeline, others)

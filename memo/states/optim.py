@@ -14,8 +14,8 @@ from torch.optim.adamw import adamw
 from memo.config.layout import Layout
 from memo.errors import BadState
 from memo.memory.flat import Location, Range, boxes, is_shared, joined, shared_numel, staged_bytes
+from memo.memory.parameters import Piece, bucket_views
 from memo.memory.slab import HostSlab
-from memo.memory.views import Piece, bucket_views
 from memo.parallel.tp import local
 from memo.schedule.step import Moved, Op, Step
 from memo.states.passes import Model
