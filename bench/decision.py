@@ -39,6 +39,7 @@ from memo.decide.step_seconds import step_seconds
 from memo.decide.where import GAPS, Room, decide, place_rows, placed, problem_of, ways_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
+from memo.memory.sizes import Sizes
 from memo.run import reserve
 from memo.run.measure import attentions, least_seconds, matmuls, row_passes
 from memo.schedule.periods import totals_of
@@ -64,7 +65,7 @@ def config_of(S, subsequences, cut="equal"):
 
 def activations(cfg, placement):
     """Bytes on the device."""
-    return placement.device_bytes(tensors_of(cfg, 4))
+    return Sizes(placement, tensors_of(cfg, 4)).device_bytes
 
 
 # --- a device with artificial figures ---

@@ -308,7 +308,7 @@ def best_of_all(cfg, rates, host_bytes):
             kept = {name: tuple(n * q // 4 for n, q in zip(p.cuts, quarters, strict=True)) if t.group
                     else cfg.block_size for name, t in tensors.items()}
             one = replace(p, keys=keys, kept=kept)
-            if one.host_bytes(tensors) > host_bytes:
+            if Sizes(one, tensors).host_bytes > host_bytes:
                 continue
             seconds, stall = step_of(one, tensors, rates)
             if not any(quarters):
@@ -356,7 +356,7 @@ def test_the_program_is_as_good_as_the_best_of_all_fates(keys, rate):
         placement, plan, _ = place_whole(cfg, problems, rates)
         got, best = step_of(placement, tensors, rates)[0], best_of_all(cfg, rates, host)
         print(keys, rate, host, plan.alphas, placement.keys, got, best)
-        assert placement.host_bytes(tensors) <= host
+        assert Sizes(placement, tensors).host_bytes <= host
         assert got <= best * 1.02
 
 
@@ -387,7 +387,7 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     placement = replace(p, stays=stays)
     sizes = Sizes(placement, problem.tensors)
     travels = [sizes.moved(step) for step in placement.schedule() if step.op is Op.OFFLOAD]
-    rests = [sum(n for _, n in placement.kept_bytes(k, problem.tensors, resident=True).values())
+    rests = [sum(n for _, n in sizes.kept_bytes(k, resident=True).values())
              for k in range(N)]
     row = whole / sum(cuts)
     for i in range(N - 2):
@@ -401,11 +401,11 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     assert (forward, backward, stall) == (N, 2 * N, 0)
     resident = sum(rests)
     if resident:  # on a device with half the room half as many rows stay
-        least = p.device_bytes(problem.tensors)
+        least = Sizes(p, problem.tensors).device_bytes
         half = replace(p, stays=resting(replace(problem, device_bytes=least + resident / 2)))
-        here = sum(half.survivor_bytes(problem.tensors, resident=True).values())
+        here = sum(Sizes(half, problem.tensors).survivor_bytes(resident=True).values())
         assert resident / 2 - N * row <= here <= resident / 2
-        assert half.device_bytes(problem.tensors) <= least + resident / 2
+        assert Sizes(half, problem.tensors).device_bytes <= least + resident / 2
         assert not resting(replace(problem, device_bytes=least - 1))
 
 
@@ -424,7 +424,7 @@ def test_the_slab_never_exceeds_the_host_and_nearly_fills_it(cut, order):
         except OutOfHostMemory:
             assert all(host < problem.least_bytes for problem in problems)
             continue
-        taken = p.host_bytes(problems[0].tensors)
+        taken = Sizes(p, problems[0].tensors).host_bytes
         assert taken <= host
         if plan.alpha and plan.binds == "host":
             assert plan.host_bytes == pytest.approx(taken, abs=p.n_units) and taken > host - whole / 20
@@ -437,7 +437,7 @@ def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
 
     def found(host):
         p, *_ = place_whole(cfg, [replace(way, host_bytes=host) for way in (copied, made)], None)
-        assert p.host_bytes(copied.tensors) <= host
+        assert Sizes(p, copied.tensors).host_bytes <= host
         return p.keys, p.input_only
     assert found(copied.needed_bytes(0)) == ("copied", 0)
     assert found(copied.needed_bytes(0) - 1) == ("made", 0)
@@ -451,15 +451,16 @@ def test_a_host_that_lacks_room_has_keys_made_again_then_attention():
     half = made.needed_bytes(0.5)
     ways = [replace(way, host_bytes=half) for way in (copied, made)]
     p, *_ = place_whole(replace(cfg, alpha=0.5), ways, None)
-    assert p.keys == "made" and p.host_bytes(made.tensors) == half
+    assert p.keys == "made" and Sizes(p, made.tensors).host_bytes == half
 
 
 def test_the_stream_is_copied_where_it_does_not_fit_whole():
     cfg = replace(CFG, n_layer=6, subsequences=8, alpha=0.0)
     tensors, host = tensors_of(cfg, ITEMSIZE), 10**12
     whole, *_ = decide(cfg, ITEMSIZE, None, Room(host))
-    need = whole.device_bytes(tensors)
+    need = Sizes(whole, tensors).device_bytes
     for spare, stream in ((need, "whole"), (need - 1, "copied"), (0, "copied")):
         p, *_ = decide(cfg, ITEMSIZE, None, Room(host, spare))
         assert (p.stream, p.keys) == (stream, "copied")
-    assert p.device_bytes(tensors) < need and p.host_bytes(tensors) > whole.host_bytes(tensors)
+    before, after = Sizes(whole, tensors), Sizes(p, tensors)
+    assert after.device_bytes < need and after.host_bytes > before.host_bytes

@@ -13,6 +13,7 @@ from memo.config.layout import Layout
 from memo.decide.pipeline import micro_batch_s, with_bubbles
 from memo.decide.step_seconds import Ends, UnitRates, step_seconds
 from memo.decide.where import Placed, Rates, Room, StageFacts, placed
+from memo.memory.sizes import Sizes
 from memo.schedule.periods import totals_of
 from memo.system.launch import Launch
 from testing.ranks import pool
@@ -37,7 +38,7 @@ def pipeline(n_layer=4, N=4, forward_s=(1.0,) * 4, alpha=0.5, head_s=0.0, recomp
     rates = Rates(units, rate, rate, 0)
     facts = []
     for one in cfg.every_stage:
-        room = Room(2**50, placed(one, 2).device_bytes(tensors))
+        room = Room(2**50, Sizes(placed(one, 2), tensors).device_bytes)
         facts.append(StageFacts(one, 4, rates, room, Ends(0.0, N * head_s, (0.0,) * N, (0.0,) * N)))
     return facts
 
@@ -71,7 +72,8 @@ def test_rows_that_stay_travel_where_the_bubble_has_room_for_them():
     stages = [replace(one, room=replace(one.room, spare_bytes=4 * one.room.spare_bytes)) for one in stages]
     before, after = apart(stages), with_bubbles(stages, apart(stages))
     tensors = tensors_of(stages[0].cfg, 4)
-    fewer, more = (answers[0][0].region_bytes(tensors).get("resident", 0) for answers in (after, before))
+    fewer, more = (Sizes(answers[0][0], tensors).region_bytes.get("resident", 0)
+                   for answers in (after, before))
     assert fewer < more and not after[0][0].program.fates.rebuilt - before[0][0].program.fates.rebuilt
     assert micro_batch_s(stages, after) <= micro_batch_s(stages, before) * (1 + 1e-6)
 
@@ -96,7 +98,7 @@ def test_no_step_is_slower_than_with_what_each_stage_decides_for_itself():
         faster += b < 0.995 * a
         higher += any(q.plan.alpha > p.plan.alpha for p, q in zip(before, after, strict=True))
         for one, (placement, plan, _) in zip(stages, after, strict=True):
-            assert placement.device_bytes(tensors_of(one.cfg, 4)) <= one.room.spare_bytes and plan.fits
+            assert Sizes(placement, tensors_of(one.cfg, 4)).device_bytes <= one.room.spare_bytes and plan.fits
     assert faster > 5 and higher > 30, (faster, higher)
 
 

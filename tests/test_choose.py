@@ -23,6 +23,7 @@ from memo.estimate.budget import choose_fastest, estimate
 from memo.estimate.search import estimate_or_none, longest
 from memo.estimate.unit_seconds import modelled_rates
 from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
 from memo.run.prepare import saved_choice
 from memo.schedule.periods import totals_of
 from memo.system import hardware
@@ -179,7 +180,7 @@ def simulated(room, rate):
         except OutOfHostMemory:
             return Judged(inf, where="the host")
         tensors = tensors_of(one, 2)
-        over = placement.device_bytes(tensors) - room.spare_bytes
+        over = Sizes(placement, tensors).device_bytes - room.spare_bytes
         seconds = step_seconds(placement, tensors, rates.units, rate)
         forward, backward, _ = totals_of(placement.program, seconds)
         return Judged(max(0, over), forward + backward, "the device")
@@ -209,7 +210,7 @@ def test_the_choice_is_near_the_best_of_a_grid(S, rate):
                 except OutOfHostMemory:
                     continue
                 tensors = tensors_of(one, 2)
-                if placement.device_bytes(tensors) <= room.spare_bytes:
+                if Sizes(placement, tensors).device_bytes <= room.spare_bytes:
                     seconds = step_seconds(placement, tensors, costs.units, rate)
                     best = min(best, sum(totals_of(placement.program, seconds)[:2]))
     assert best < inf and got.seconds <= 1.03 * best

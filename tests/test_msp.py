@@ -239,7 +239,7 @@ def test_nobody_helps_where_the_device_has_no_room_for_it():
     for known in (True, False):
         stages = [one if known else replace(one, rates=None) for one in facts_of(cfg, [0.1] * 8, 0.0)]
         alone = [one.alone() for one in stages]
-        nbytes = [p.device_bytes(tensors_of(cfg, 4)) for p, *_ in alone]
+        nbytes = [Sizes(p, tensors_of(cfg, 4)).device_bytes for p, *_ in alone]
         for more, helps in ((2**32, True), (0, False), (-1, False)):
             room = [replace(one, room=Room(2**50, n + more)) for one, n in zip(stages, nbytes, strict=True)]
             assert (shared(room, alone, room) != alone) == helps

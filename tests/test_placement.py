@@ -23,6 +23,7 @@ from memo.estimate.regions import granting, host_capacity, states
 from memo.memory import slab
 from memo.memory.buffers import copy_bytes
 from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
 from memo.run import report, reserve
 from memo.run.prepare import machine_of
 from memo.states.optim import Optimizer
@@ -66,7 +67,7 @@ def owners(p):
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 5])
 def test_what_survives_is_overwritten_by_no_later_layer_and_missing_is_the_rest(kept, n_buffers):
     p = Placement(5, n_buffers, 512, {n: kept for n, t in tensors().items() if t.group})
-    found = zip(p.buffer_bytes(tensors()).items(), tensors().values(), strict=True)
+    found = zip(Sizes(p, tensors()).buffer_bytes.items(), tensors().values(), strict=True)
     spans = {name: n // (t.nbytes // 512) for (name, n), t in found}
     for name, places in owners(p).items():
         assert max(r.stop for r in places) == spans[name]  # all of the buffer, and nothing beyond it
@@ -85,7 +86,7 @@ def test_the_bytes_of_two_buffers_grow_with_alpha_and_the_device_limit_is_their_
     t = tensors()
     for alpha in (0.0, 0.25, 0.5, 1.0):
         p, _ = place_rows(fixed(alpha), problem_of(CFG, 4, None, Room(2**40, cpu=True)))
-        taken = sum(p.buffer_bytes(t).values())
+        taken = sum(Sizes(p, t).buffer_bytes.values())
         problem = replace(problem_of(CFG, 4, RATES, Room(2**40, cpu=True)), device_bytes=taken)
         assert problem.limits["device"] == pytest.approx(alpha)
         got = paper(problem)

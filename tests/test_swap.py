@@ -17,6 +17,7 @@ from memo.decide.where import Room, place_rows, placed, problem_of, with_stream
 from memo.estimate.regions import activation_lines
 from memo.memory.buffers import Swap
 from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
 from memo.memory.slab import HostSlab
 from memo.schedule.periods import totals_of
 from memo.schedule.simulate import times_of
@@ -210,11 +211,12 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         seen = [model.forward(*random_batch(cfg, 2, 320, "cpu", seed=i), scale=None if i else 1.0)
                 for i in range(2)]
         run_pass(model, random_batch(cfg, 2, 320, "cpu", seed=2))
-        assert p.device_bytes(tensors) == sum(b.nbytes for b in swap.buffers.values()) == swap.device_bytes
-        assert p.host_bytes(tensors) == swap.slab.bytes.nbytes
+        need = Sizes(p, tensors)
+        assert need.device_bytes == sum(b.nbytes for b in swap.buffers.values()) == swap.device_bytes
+        assert need.host_bytes == swap.slab.bytes.nbytes
         lines = activation_lines(cfg, p, 4)
-        assert sum(line.device_bytes for line in lines) == p.device_bytes(tensors)
-        assert sum(line.host_bytes for line in lines) == p.host_bytes(tensors)
+        assert sum(line.device_bytes for line in lines) == need.device_bytes
+        assert sum(line.host_bytes for line in lines) == need.host_bytes
         times = times_of(p.schedule(), lambda step: 1e3 if step.stream == "compute" else sum(
             h.nbytes for _, h in swap.pairs.get(step, [])))
         units = [SimpleNamespace(recompute_s=lambda missing: 0.0)] * p.subsequences
@@ -225,8 +227,8 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         copied = [h for step, pairs in swap.pairs.items() if step.op is Op.OFFLOAD for _, h in pairs]
         # gradients go where inputs were; nothing else is written twice, and nothing is left out
         places = {(h.data_ptr(), h.nbytes) for h in copied}
-        assert sum(n for _, n in places) == p.host_bytes(tensors)
-        sizes = p.region_bytes(tensors)["stream"], p.host_bytes(tensors)
+        assert sum(n for _, n in places) == need.host_bytes
+        sizes = need.region_bytes["stream"], need.host_bytes
         model.close()
         return [*seen, model.grads], sizes
     (whole, (all_rows, host)), (copied, (places, more)) = run(**changed), run(**changed, stream="copied")
@@ -249,7 +251,7 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     sent = {step.unit: sum(here.nbytes for here, _ in copies) for step, copies in pairs.items()
             if step.op is Op.OFFLOAD and step.moved is Moved.KEYS}
     # of five units; the last layer's stay, and the first piece of the one below, which has a place more
-    assert sum(sent.values()) == p.keys_bytes(tensors) == (
+    assert sum(sent.values()) == Sizes(p, tensors).keys_bytes == (
         3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3)
     assert problem_of(cfg, 4, None, Room(2**40)).layer_keys_bytes == sum(sent[0, i] for i in range(3))
     model.close()
@@ -258,11 +260,11 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
 def test_the_stream_is_whole_where_it_fits():
     p = Placement(3, 2, 640, cuts=(128,) * 5, keys="copied")
     tensors = gpt_layer(32, 1).tensors(1, 640, 4)
-    need, saved = p.device_bytes(tensors), 2 * 128 * 32 * 4
+    need, saved = Sizes(p, tensors).device_bytes, 2 * 128 * 32 * 4
     assert with_stream(p, tensors, need) == p
     copied = replace(p, stream="copied")
     assert with_stream(p, tensors, need - 1) == with_stream(copied, tensors, 0) == copied
-    assert copied.device_bytes(tensors) == need - saved and copied.as_dict()["stream"] == "copied"
+    assert Sizes(copied, tensors).device_bytes == need - saved and copied.as_dict()["stream"] == "copied"
     others = Placement(3, 1, 640, {"x": 640}, 15, x_stays=True, cuts=(128,) * 5, keys="made")
     for q in (others, replace(p, cuts=(256, 256, 128)), Placement(3, 15, 640, cuts=(128,) * 5)):
         assert with_stream(q, tensors, 0) == q  # copies nothing; three places are no less
@@ -465,7 +467,7 @@ def test_the_activations_device_memory_is_the_tables_and_constant_in_L():
             p = model.swap.placement
             model.close()
             sizes, swap = allocations(partial(Swap, p, gpt_layer(C, H), B, S, torch.float32, CPU))
-            assert sum(sizes) == peak(sizes) == sum(p.buffer_bytes(tensors).values()) == swap.device_bytes
+            assert sum(sizes) == peak(sizes) == sum(swap.sizes.buffer_bytes.values()) == swap.device_bytes
             taken[activation, L] = sum(sizes)
             swap.close()
             model.reserve(B, S, p)

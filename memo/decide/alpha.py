@@ -15,6 +15,7 @@ from math import ceil, inf
 from memo.config.layer import INPUT, Tensor, groups_of
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
+from memo.memory.sizes import Sizes
 
 ANY_HOST = 2**62  # bytes of a host that holds whatever there is
 
@@ -29,6 +30,10 @@ class AlphaProblem:
     offload_bytes_per_s: float  # what this GPU gets while all GPUs of the host copy at once
     host_bytes: int  # this rank's share
     device_bytes: float = inf  # what the device has for two buffers, which share the rows that are recomputed
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return Sizes(self.placement, self.tensors)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -94,13 +99,12 @@ class AlphaProblem:
         p = self.placement
         by_layer = p.stream_rows and p.order == "layer"  # the stream has the inputs of all layers but one
         twice = self.swapped_rows - sum(p.cuts[:self.n_swapped]) if by_layer else 0
-        return (p.stream_bytes(self.tensors) + p.keys_bytes(self.tensors)
-                - p.row_bytes(self.tensors[INPUT]) * twice)
+        return self.sizes.stream_bytes + self.sizes.keys_bytes - self.sizes.row_bytes[INPUT] * twice
 
     @property
     def layer_keys_bytes(self) -> int:
         """Counts the bytes of keys and values that a layer sends."""
-        return self.placement.sent_keys_row_bytes(self.tensors) * self.placement.n_rows
+        return self.sizes.sent_keys_row_bytes * self.placement.n_rows
 
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Counts the bytes of the rows of a unit at each subsequence, where a layer has `always` in all
@@ -143,7 +147,8 @@ class AlphaProblem:
 
     def device_bytes_at(self, kept: int) -> int:
         """Counts the bytes of all buffers and regions where so many rows of each of the others survive."""
-        return replace(self.placement, kept=dict.fromkeys(self.others, kept)).device_bytes(self.tensors)
+        placement = replace(self.placement, kept=dict.fromkeys(self.others, kept))
+        return Sizes(placement, self.tensors).device_bytes
 
     # --- what bounds alpha ---
 

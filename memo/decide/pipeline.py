@@ -24,7 +24,7 @@ from memo.decide.where import STALL, Placed, StageFacts, largest_part, place_row
 from memo.errors import OutOfHostMemory
 from memo.memory.flat import layer_numel
 from memo.memory.placement import Placement
-from memo.memory.sizes import Sizes, shared_regions
+from memo.memory.sizes import Sizes
 from memo.schedule.simulate import times_of_stages
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.system.hardware import COMMUNICATOR_BYTES
@@ -221,7 +221,7 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
         together = with_bubbles(helped, [one.alone() for one in helped])
     except OutOfHostMemory:
         return list(alone)
-    more, before = ([max(0, p.device_bytes(tensors_of(one.cfg, one.itemsize)) - one.room.spare_bytes)
+    more, before = ([max(0, Sizes(p, tensors_of(one.cfg, one.itemsize)).device_bytes - one.room.spare_bytes)
                      for one, (p, *_) in zip(facts, those, strict=True)]
                     for facts, those in ((helped, together), (stages, alone)))
     if any(a > b for a, b in zip(more, before, strict=True)):  # the device lacks more
@@ -237,7 +237,7 @@ def with_shares(facts: StageFacts, shares: msp.Shares) -> StageFacts:
     """Makes the facts of a stage that shares what it computes: less room is left."""
     cfg = replace(facts.cfg, shares=shares)
     p = placed(cfg, 1)
-    taken = sum(shared_regions(Sizes(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1))).values())
+    taken = sum(Sizes(p, tensors_of(cfg, facts.itemsize), layer_numel(cfg, 1)).lent_bytes.values())
     if not facts.room.cpu:
         taken += lane_bytes(p)
     room = replace(facts.room, spare_bytes=facts.room.spare_bytes - taken)

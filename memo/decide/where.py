@@ -16,6 +16,7 @@ from memo.decide.alpha import AlphaProblem, Fractions, SwapPlan
 from memo.decide.step_seconds import STAY, Ends, StateSeconds, UnitRates, pieces_of, step_seconds
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement, Rows, rows
+from memo.memory.sizes import Sizes
 from memo.schedule.periods import Totals, totals_of
 from memo.schedule.step import Step
 
@@ -29,7 +30,7 @@ def resting(problem: AlphaProblem) -> Rows:
     """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the link
     carries while the next unit computes, or what the device has room for. Source: SPPO 5.2."""
     p, x = problem.placement, problem.nbytes[INPUT]
-    room = problem.device_bytes - p.device_bytes(problem.tensors)
+    room = problem.device_bytes - problem.sizes.device_bytes
     whole = problem.always_bytes + problem.others_bytes
     idle = [(1 - a) * problem.others_bytes / (whole - x) for a in problem.overlap]
     parts = [min(part, 1.0) if c else 0.0 for part, c in zip(idle, problem.swapped, strict=True)]
@@ -77,7 +78,7 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
     if placement.sends:
         return replace(placement, stream="passed")
     whole, copied = replace(placement, stream="whole"), replace(placement, stream="copied")
-    nbytes, fewer = (p.device_bytes(tensors) for p in (whole, copied))
+    nbytes, fewer = (Sizes(p, tensors).device_bytes for p in (whole, copied))
     return copied if whole.program.copied and fewer < nbytes and nbytes > spare_bytes else whole
 
 
@@ -131,7 +132,7 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
     placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
     if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
         placement = replace(placement, stays=stays)
-        here = sum(placement.survivor_bytes(problem.tensors, resident=True).values())
+        here = sum(Sizes(placement, problem.tensors).survivor_bytes(resident=True).values())
         chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
                          layer_bytes=chosen.layer_bytes - here * N // problem.swapped_rows)
     return placement, chosen
@@ -250,7 +251,7 @@ def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem
     whole = placed(cfg, units, stream=p.stream)  # whose keys stay
 
     def fits(p: Placement) -> bool:
-        return p.device_bytes(problem.tensors) <= room.spare_bytes
+        return Sizes(p, problem.tensors).device_bytes <= room.spare_bytes
     if (three := fits(replace(p, n_buffers=3))) and fits(whole):
         return replace(problem, placement=whole)
     if room.cpu or cfg.alpha_mode == "paper" or not three:
@@ -284,7 +285,7 @@ def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | No
                 costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
                 found = Placed(*place_rows(cfg, problem, costs))
                 seconds = found.placement.input_only
-            over = max(0, found.placement.device_bytes(problem.tensors) - spare_bytes)
+            over = max(0, Sizes(found.placement, problem.tensors).device_bytes - spare_bytes)
             judged.append((over, seconds, found))
         except OutOfHostMemory as e:
             refused.setdefault(problem.least_bytes, e)

@@ -14,7 +14,7 @@ from memo.decide.choose import with_stages
 from memo.estimate.arena import fast_arena
 from memo.memory import flat
 from memo.memory.placement import Placement
-from memo.memory.sizes import HOST_SHARE, Sizes, granted_bytes, shared_regions
+from memo.memory.sizes import HOST_SHARE, Sizes, granted_bytes
 from memo.schedule.periods import Totals
 from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 
@@ -103,12 +103,13 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
 def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
     """Lists the Lines of skeletal activations, and of what stages lend. `data`: see local_layout."""
     p, tensors = placement, tensors_of(cfg, itemsize)
-    buffers, n, L = p.buffer_bytes(tensors), p.n_buffers, p.n_layer
+    sizes = Sizes(p, tensors, flat.layer_numel(cfg, data) if p.guests or p.lent else 0)
+    buffers, n, L = sizes.buffer_bytes, p.n_buffers, p.n_layer
     inputs = buffers.pop(INPUT)
     always = ", ".join(name for name, t in tensors.items()
                        if not t.group and name != INPUT and not p.apart(name))
     swapped = {INPUT: 0, always: 0, "others": 0}
-    for name, nbytes in p.survivor_bytes(tensors).items():
+    for name, nbytes in sizes.survivor_bytes().items():
         swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
     of = f"{L} x {p.subsequences} units" if p.several else f"{L} layer{'s' * (L > 1)}"
     swaps = f"{p.n_swapped} swapped {p.what}"
@@ -119,14 +120,11 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
             "resident": "rows whose copy is here", "sweep": "inputs to make keys again",
             "guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
             "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
-    regions, keys = p.region_bytes(tensors), p.keys_bytes(tensors)
-    if p.guests or p.lent:
-        regions |= shared_regions(Sizes(p, tensors, flat.layer_numel(cfg, data)))
+    regions, keys, stream = sizes.region_bytes | sizes.lent_bytes, sizes.keys_bytes, sizes.stream_bytes
     lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
-    stream = p.stream_bytes(tensors)
     lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
     leaving = sum(p.forward_order.keys_leaving.values())
     return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)

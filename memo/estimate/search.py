@@ -15,6 +15,7 @@ from memo.decide.where import Room, place_rows, problem_of, ways_of, with_buffer
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate
+from memo.memory.sizes import Sizes
 from memo.system.command import progress
 from memo.system.hardware import Machine
 
@@ -80,7 +81,7 @@ def lacking(cfg: Layout, problem: AlphaProblem, room: Room) -> Judged:
     if swaps:
         device = problem.device_bytes_at(0 if cfg.finds_alpha else problem.placement.n_rows)
     else:
-        device = place_rows(cfg, problem)[0].device_bytes(problem.tensors)
+        device = Sizes(place_rows(cfg, problem)[0], problem.tensors).device_bytes
     if device > room.spare_bytes:
         return Judged(device - room.spare_bytes, where="the device", device_alone=True)
     if not swaps or not problem.n_swapped:

@@ -10,7 +10,7 @@ import torch
 from memo.config.layer import INPUT, Layer
 from memo.layer.activations import Activations, Pieces
 from memo.memory.placement import Placement
-from memo.memory.sizes import Sizes, repaid_rows, shared_regions
+from memo.memory.sizes import Sizes
 from memo.memory.slab import HostSlab
 from memo.schedule.execute import Executor, Work
 from memo.schedule.help import HELPER_PLACES
@@ -76,11 +76,11 @@ class Swap:
         self.placement, self.B, self.dtype, self.key_shape = p, B, dtype, key_shape
         tensors = self.tensors = layer.tensors(B, T, dtype.itemsize, tp)
         numel = len(params[0]) if params else 0
-        self.params, self.sizes = params, Sizes(p, tensors, numel)
-        nbytes = p.buffer_bytes(tensors) | p.region_bytes(tensors) | shared_regions(self.sizes)
+        sizes = self.sizes = Sizes(p, tensors, numel)
+        self.params, nbytes = params, sizes.buffer_bytes | sizes.region_bytes | sizes.lent_bytes
         if not gradients:
             nbytes |= dict.fromkeys(set(nbytes) & {"key_gradients", "sweep"}, 0)
-        self.device_bytes, self.host_bytes = sum(nbytes.values()), p.host_bytes(tensors)
+        self.device_bytes, self.host_bytes = sum(nbytes.values()), sizes.host_bytes
         lanes = [f"{lane} {partner}" for partner in p.partners for lane in ("from", "to")]
         self.streams = streams or open_streams(device, p.receives or p.sends, lanes)
         self.buffers = {name: torch.empty(n, dtype=torch.uint8, device=device) for name, n in nbytes.items()}
@@ -116,7 +116,7 @@ class Swap:
 
     def first(self, name: str, k: int) -> int:
         """Finds the first byte of a tensor of unit k in its buffer."""
-        return self.placement.place(k, name) * self.placement.row_bytes(self.tensors[name])
+        return self.placement.place(k, name) * self.sizes.row_bytes[name]
 
     def add_stream(self) -> None:
         """Finds what lies between layers in the stream's places, and the places for inputs of sweeps."""
@@ -212,7 +212,7 @@ class Swap:
         """Finds the bytes of what a unit keeps, or of its input, that go to the host; `resident`: stay."""
         p, k = self.placement, self.placement.number[part.unit]
         like = p.like[k]
-        ranges = p.kept_bytes(like, self.tensors, resident) if resident else self.sizes.kept[like]
+        ranges = self.sizes.kept_bytes(like, resident) if resident else self.sizes.kept[like]
         return [self.buffers[name][at:at + n] for name, (first, n) in ranges.items()
                 if (name == INPUT) == (part.content is Content.INPUT)
                 for at in [self.first(name, k) + first]]
@@ -223,7 +223,7 @@ class Swap:
         passes = self.passes
         copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
                   if step.op in COPIES and not step.of_states]
-        end, row, stayed = p.stream_bytes(self.tensors), p.row_bytes(self.tensors[INPUT]), 0
+        end, row, stayed = sizes.stream_bytes, sizes.row_bytes[INPUT], 0
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
         places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
@@ -312,7 +312,7 @@ class Lending:
             self.keys[unit], self.sums[unit] = (
                 [piece(memory, first, end - first) for first, end in pairwise(ends)]
                 for memory in (keys[turn], gradients[turn][numel:]))
-        lengths = {helper: numel + before * sizes.row_bytes[Content.SUMS] // 4
-                   for helper, before in repaid_rows(p).items()}
+        lengths = {helper: numel + before * sizes.sums_row_bytes // 4
+                   for helper, before in sizes.repaid_rows.items()}
         repaid = buffers["repaid"].view(torch.float32).split([*lengths.values()]) if p.lent else ()
         self.repaid = dict(zip(lengths, repaid, strict=True))

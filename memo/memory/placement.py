@@ -1,16 +1,14 @@
 """Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, islice
-from math import prod
+from itertools import accumulate
 
-from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS, Tensor
+from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS
 from memo.config.msp import Help, guest_number
-from memo.schedule.order import STREAM_PLACES, ForwardOrder, InOrder, forward_order, keys_leave
-from memo.schedule.program import SWEEP_PLACES, Fates, Program, Surroundings
+from memo.schedule.order import STREAM_PLACES, ForwardOrder, InOrder, forward_order
+from memo.schedule.program import Fates, Program, Surroundings
 from memo.schedule.step import Place, Region, Unit
 from memo.schedule.waits import Schedule, schedule
 
@@ -191,28 +189,6 @@ class Placement(Surroundings, InOrder):
                 found[name] = slice(0, first) if first else slice(rows, n)
         return found
 
-    def kept_bytes(self, k: int, tensors: dict[str, Tensor],
-                   resident: bool = False) -> dict[str, tuple[int, int]]:
-        """Finds {tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it
-        stays on the device}; of its input too, wherever that is. `tensors`: of all rows."""
-        ranges = {}
-        for name, t in tensors.items() if k < self.n_swapped else ():
-            if not self.apart(name):
-                kept, first = self.first_kept(k, name)
-                stay = min(kept, self.part(self.kinds[k], self.stays.get(name, 0)))
-                n = stay if resident else kept - stay
-                ranges[name] = self.row_bytes(t) * (first + (kept - n) * resident), self.row_bytes(t) * n
-        return {name: (first, n) for name, (first, n) in ranges.items() if n}
-
-    def keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of a row's keys and values in the pieces that attention over a prefix reads."""
-        return self.dealt * sum(self.row_bytes(tensors[name]) for name in KEYS_VALUES)
-
-    def sent_keys_row_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes that a unit sends to the host for a row of keys and values, where they leave."""
-        copied = self.several and self.keys == "copied"
-        return self.keys_row_bytes(tensors) if copied else 0
-
     @cached_property
     def stream_rows(self) -> "StreamRows":
         """Finds the rows of what leaves the device of what lies between layers: below a unit's layer, or
@@ -220,10 +196,6 @@ class Placement(Surroundings, InOrder):
         if not self.several or self.stream != "copied":
             return StreamRows()
         return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
-
-    def stream_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of the host slab for what lies between layers."""
-        return self.row_bytes(tensors[INPUT]) * self.stream_rows.end
 
     @property
     def own_stream_rows(self) -> int:
@@ -275,61 +247,6 @@ class Placement(Surroundings, InOrder):
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
         return schedule(self.program if trains else replace(self.program, trains=False))
-
-    def region_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Counts bytes on the device besides buffers: keys and values, sums of gradients, streams, inputs."""
-        resident = {"resident": sum(self.survivor_bytes(tensors, True).values())} if self.stays else {}
-        if not self.several:
-            return resident
-        elements = self.keys_row_bytes(tensors)
-        layers = self.n_layer if self.keys == "stay" else 1
-        made = self.keys == "made" and not self.x_stays  # from inputs that swapped units have sent
-        sweeps = (unit for unit in self.units[:max(0, self.n_swapped)] if keys_leave(unit, self.n_layer))
-        x = self.row_bytes(tensors[INPUT])
-        itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
-        summed = self.n_layer if self.order == "subsequence" else 1
-        return resident | {
-            "keys": elements * (layers * self.n_rows + (self.cuts[0] if self.keys != "stay" else 0)),
-            "key_gradients": elements * 4 // itemsize * summed * self.n_rows,
-            "stream": x * (self.own_stream_rows + sum(piece.rows for piece in self.guests)),
-            "sweep": x * max(self.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
-
-    def row_bytes(self, t: Tensor) -> int:
-        """Counts the bytes of one own row of a tensor that holds all of them."""
-        return t.nbytes // self.n_rows
-
-    def host_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of the host slab: of all that a forward offloads. `tensors`: of all rows."""
-        survivors = sum(self.survivor_bytes(tensors).values())
-        return self.stream_bytes(tensors) + survivors + self.keys_bytes(tensors)
-
-    def keys_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of keys and values that go to the host, of all units."""
-        leaving = self.forward_order.keys_leaving
-        return self.sent_keys_row_bytes(tensors) * sum(n * self.lengths[i] for i, n in leaving.items())
-
-    def survivor_bytes(self, tensors: dict[str, Tensor], resident: bool = False) -> dict[str, int]:
-        """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""
-        found = dict.fromkeys(tensors, 0)
-        given = [rows for rows in (*self.kept.values(), *self.stays.values()) if isinstance(rows, tuple)]
-        for k, units in Counter(self.first_alike([*zip(self.lengths, *given, strict=True)])).items():
-            for name, (_, nbytes) in self.kept_bytes(k, tensors, resident).items():
-                if name != INPUT or not (self.x_stays or self.units[k] in self.stream_rows):
-                    found[name] += units * nbytes
-        return {name: n for name, n in found.items() if n}
-
-    def buffer_bytes(self, tensors: dict[str, Tensor]) -> dict[str, int]:
-        """Counts for each tensor the bytes of all its buffers on the device. `tensors`: of all rows."""
-        found = {}
-        for name, t in tensors.items():
-            if not self.apart(name):
-                first, length = self.buffers_of(name)[-1]
-                found[name] = self.row_bytes(t) * (first + length)
-        return found
-
-    def device_bytes(self, tensors: dict[str, Tensor]) -> int:
-        """Counts the bytes of all buffers and regions on the device."""
-        return sum(self.buffer_bytes(tensors).values()) + sum(self.region_bytes(tensors).values())
 
 
 @lru_cache(128)  # many placements of a search have the same

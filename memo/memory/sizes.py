@@ -1,36 +1,154 @@
-"""Bytes of what copies and messages move, and of places for rows of other stages. No torch."""
+"""Bytes of activations: of their memory on device and host; of what copies and messages move. No torch."""
 
+from collections import Counter
+from functools import cached_property
+from itertools import islice
 from math import prod
 from typing import Literal
 
-from memo.config.layer import INPUT, Tensor
+from memo.config.layer import INPUT, KEYS_VALUES, Tensor
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.schedule.access import Memory
 from memo.schedule.help import HELPER_PLACES
+from memo.schedule.order import keys_leave
+from memo.schedule.program import SWEEP_PLACES
 from memo.schedule.step import Content, Part, Step
 
 HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for batches and other processes
 
 
 class Sizes:
-    """Counts the bytes of parts. `tensors`: of a layer, all rows; `numel`: of its parameters, padded."""
+    """Counts the bytes of activations that are placed. `tensors`: of a layer, all rows; `numel`: of its
+    parameters, padded, where stages lend them. `row_bytes`: of one own row of each tensor; `keys_row_bytes`:
+    of its keys and values in the pieces that attention over a prefix reads."""
 
     def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int = 0) -> None:
-        p = self.placement = placement
-        self.memory = Memory(p.program)
-        itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
-        x, keys = p.row_bytes(tensors[INPUT]), p.keys_row_bytes(tensors) if p.several else 0
-        streams = Content.INPUT, Content.SWEPT, Content.BELOW, Content.ABOVE
-        self.row_bytes = dict.fromkeys(streams, x) | dict.fromkeys((Content.KEYS, Content.LOAN), keys)
-        self.row_bytes |= dict.fromkeys((Content.SUMS, Content.REPAID), 4 * (keys // itemsize))
-        self.layer_bytes = {Content.LOAN: itemsize * numel, Content.REPAID: 4 * numel}
-        # of units that are not alike: {tensor: (first byte, bytes)} of what goes to the host
-        self.kept = {k: p.kept_bytes(k, tensors) for k in set(p.like)}
-        self.survivor_bytes = {  # of their inputs, and of all others
-            (k, content): sum(n for name, (_, n) in kept.items()
-                              if (name == INPUT) == (content is Content.INPUT))
-            for k, kept in self.kept.items() for content in (Content.KEPT, Content.INPUT)}
+        p, self.tensors = placement, tensors
+        self.placement = p
+        self.itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
+        self.row_bytes = {name: t.nbytes // p.n_rows for name, t in tensors.items()}
+        self.keys_row_bytes = p.dealt * sum(self.row_bytes[name] for name in KEYS_VALUES) if p.several else 0
+        self.sums_row_bytes = 4 * (self.keys_row_bytes // self.itemsize)
+        self.layer_bytes = {Content.LOAN: self.itemsize * numel, Content.REPAID: 4 * numel}
+
+    # --- the device ---
+
+    @property
+    def buffer_bytes(self) -> dict[str, int]:
+        """Counts for each tensor the bytes of all its buffers."""
+        found = {}
+        for name, nbytes in self.row_bytes.items():
+            if not self.placement.apart(name):
+                first, length = self.placement.buffers_of(name)[-1]
+                found[name] = nbytes * (first + length)
+        return found
+
+    @property
+    def region_bytes(self) -> dict[str, int]:
+        """Counts bytes besides buffers: keys and values, sums of gradients, streams, inputs."""
+        p, x = self.placement, self.row_bytes[INPUT]
+        resident = {"resident": sum(self.survivor_bytes(resident=True).values())} if p.stays else {}
+        if not p.several:
+            return resident
+        layers = p.n_layer if p.keys == "stay" else 1
+        made = p.keys == "made" and not p.x_stays  # from inputs that swapped units have sent
+        sweeps = (unit for unit in p.units[:max(0, p.n_swapped)] if keys_leave(unit, p.n_layer))
+        summed = p.n_layer if p.order == "subsequence" else 1
+        return resident | {
+            "keys": self.keys_row_bytes * (layers * p.n_rows + (p.cuts[0] if p.keys != "stay" else 0)),
+            "key_gradients": self.sums_row_bytes * summed * p.n_rows,
+            "stream": x * (p.own_stream_rows + sum(piece.rows for piece in p.guests)),
+            "sweep": x * max(p.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
+
+    @property
+    def device_bytes(self) -> int:
+        """Counts the bytes of all buffers and regions, but for what stages lend each other."""
+        return sum(self.buffer_bytes.values()) + sum(self.region_bytes.values())
+
+    @property
+    def lent_bytes(self) -> dict[str, int]:
+        """Counts bytes of regions for what stages lend: two places each as a helper, one of each helper as a
+        home."""
+        p, (weights, gradients), sums = self.placement, self.layer_bytes.values(), self.sums_row_bytes
+        rows = max((sum(p.cuts[:piece.subsequence]) + piece.end for piece in p.guests), default=0)
+        found = {"guest_weights": HELPER_PLACES * weights * bool(p.guests),
+                 "guest_keys": HELPER_PLACES * rows * self.keys_row_bytes,  # and of those before
+                 "guest_gradients": HELPER_PLACES * (gradients + rows * sums) * bool(p.guests),
+                 "repaid": sum(gradients + n * sums for n in self.repaid_rows.values())}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    @property
+    def repaid_rows(self) -> dict[int, int]:
+        """Counts for each helper the rows of keys and values that a home has a place for."""
+        rows: dict[int, int] = {}
+        for piece in self.placement.lent:
+            rows[piece.helper] = max(rows.get(piece.helper, 0), sum(self.placement.cuts[:piece.subsequence]))
+        return rows
+
+    # --- the host ---
+
+    @property
+    def host_bytes(self) -> int:
+        """Counts the bytes of the host slab: of all that a forward offloads."""
+        return self.stream_bytes + sum(self.survivor_bytes().values()) + self.keys_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """Counts the bytes that go to the host of what lies between layers."""
+        return self.row_bytes[INPUT] * self.placement.stream_rows.end
+
+    @property
+    def sent_keys_row_bytes(self) -> int:
+        """Counts the bytes that a unit sends to the host for a row of keys and values, where they leave."""
+        return self.keys_row_bytes if self.placement.keys == "copied" else 0
+
+    @property
+    def keys_bytes(self) -> int:
+        """Counts the bytes of keys and values that go to the host, of all units."""
+        p = self.placement
+        leaving = sum(n * p.lengths[i] for i, n in p.forward_order.keys_leaving.items())
+        return self.sent_keys_row_bytes * leaving
+
+    def survivor_bytes(self, resident: bool = False) -> dict[str, int]:
+        """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""
+        p, found = self.placement, dict.fromkeys(self.tensors, 0)
+        given = [rows for rows in (*p.kept.values(), *p.stays.values()) if isinstance(rows, tuple)]
+        for k, units in Counter(p.first_alike([*zip(p.lengths, *given, strict=True)])).items():
+            for name, (_, nbytes) in self.kept_bytes(k, resident).items():
+                if name != INPUT or not (p.x_stays or p.units[k] in p.stream_rows):
+                    found[name] += units * nbytes
+        return {name: n for name, n in found.items() if n}
+
+    def kept_bytes(self, k: int, resident: bool = False) -> dict[str, tuple[int, int]]:
+        """Finds {tensor: (first byte, bytes) of what unit k sends to the host; or, `resident`, to where it
+        stays on the device}; of its input too, wherever that is."""
+        p, ranges = self.placement, {}
+        for name, nbytes in self.row_bytes.items() if k < p.n_swapped else ():
+            if not p.apart(name):
+                kept, first = p.first_kept(k, name)
+                stay = min(kept, p.part(p.kinds[k], p.stays.get(name, 0)))
+                n = stay if resident else kept - stay
+                ranges[name] = nbytes * (first + (kept - n) * resident), nbytes * n
+        return {name: (first, n) for name, (first, n) in ranges.items() if n}
+
+    # --- what moves ---
+
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory(self.placement.program)
+
+    @cached_property
+    def kept(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Finds kept_bytes() of units that are not alike."""
+        return {k: self.kept_bytes(k) for k in set(self.placement.like)}
+
+    @cached_property
+    def unit_bytes(self) -> dict[tuple[int, Content], int]:
+        """Counts the bytes that units which are not alike send of their inputs, and of all else."""
+        return {(k, content): sum(n for name, (_, n) in kept.items()
+                                  if (name == INPUT) == (content is Content.INPUT))
+                for k, kept in self.kept.items() for content in (Content.KEPT, Content.INPUT)}
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
@@ -40,41 +158,23 @@ class Sizes:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
         if content is Content.KEPT or (content is Content.INPUT and unit not in self.memory.streamed):
-            return self.survivor_bytes[p.like[p.number[unit]], content]
+            return self.unit_bytes[p.like[p.number[unit]], content]
         x = unit.subsequence % p.subsequences  # a guest's, too
+        n = rows[1] - rows[0] if rows else p.rows(p.number[unit])
         match content:
-            case Content.LOAN | Content.REPAID:
-                return self.layer_bytes[content] + self.row_bytes[content] * sum(p.cuts[:x])
-            case _ if rows is not None:
-                n = rows[1] - rows[0]
-            case Content.BELOW | Content.ABOVE:
-                n = p.cuts[x] if p.cuts else p.n_rows
+            case Content.KEYS:
+                return self.keys_row_bytes * n
+            case Content.SUMS:
+                return self.sums_row_bytes * n
+            case Content.LOAN:
+                return self.layer_bytes[content] + self.keys_row_bytes * sum(p.cuts[:x])
+            case Content.REPAID:
+                return self.layer_bytes[content] + self.sums_row_bytes * sum(p.cuts[:x])
             case Content.INPUT | Content.SWEPT:
                 n = p.first_kept(p.number[unit], INPUT)[0]
-            case _:
-                n = p.rows(p.number[unit])
-        return self.row_bytes[content] * n
-
-
-def repaid_rows(placement: Placement) -> dict[int, int]:
-    """Counts for each helper the rows of keys and values that a home has a place for."""
-    rows: dict[int, int] = {}
-    for piece in placement.lent:
-        rows[piece.helper] = max(rows.get(piece.helper, 0), sum(placement.cuts[:piece.subsequence]))
-    return rows
-
-
-def shared_regions(sizes: Sizes) -> dict[str, int]:
-    """Counts bytes of regions on the device: two places each as a helper, one of each helper as a home."""
-    p = sizes.placement
-    weights, gradients = sizes.layer_bytes.values()
-    keys, sums = (sizes.row_bytes[content] for content in (Content.KEYS, Content.SUMS))
-    rows = max((sum(p.cuts[:piece.subsequence]) + piece.end for piece in p.guests), default=0)  # and before
-    found = {"guest_weights": HELPER_PLACES * weights * bool(p.guests),
-             "guest_keys": HELPER_PLACES * rows * keys,
-             "guest_gradients": HELPER_PLACES * (gradients + rows * sums) * bool(p.guests),
-             "repaid": sum(gradients + n * sums for n in repaid_rows(p).values())}
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+            case _ if rows is None:  # between layers
+                n = p.cuts[x] if p.cuts else p.n_rows
+        return self.row_bytes[INPUT] * n
 
 
 def granted_bytes(host_memory_gb: float | Literal["auto"], there_bytes: int, reserved: int,
