@@ -63,9 +63,11 @@ class Swap:
     them. `keys`, `sums`: pieces of each unit, with all rows. `missing[k]`: {tensor: rows to recompute} of
     unit k. `passes`: the schedules, which `executor` runs.
 
+    Where stages compute rows for each other (memo/schedule/help.py): `guest_weights`, `guest_gradients`: of a
+    helper's two places, flat; `repaid`: {helper: a home's place for gradients of weights, and for sums}.
+
     `key_shape`: (tokens of a piece for each own row, heads of keys of each). Without `gradients` only forward
-    passes can be made. `params`: those of each layer, flat, with padding, where stages compute rows for each
-    other: `lending` then has the places for it. Errors: OutOfHostMemory.
+    passes can be made. `params`: those of each layer, flat, with padding. Errors: OutOfHostMemory.
     """
 
     def __init__(self, placement: Placement, layer: Layer, B: int, T: int, dtype: torch.dtype,
@@ -95,12 +97,14 @@ class Swap:
         self.units = {unit: Activations({name: view(name, like, self.first(name, k)) for name in names})
                       for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
         self.sweep_inputs: list[torch.Tensor] = []
-        self.lending: Lending | None = None
+        self.guest_weights: Sequence[torch.Tensor] = ()
+        self.guest_gradients: Sequence[torch.Tensor] = ()
+        self.repaid: dict[int, torch.Tensor] = {}
         self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
         self.between: dict[Unit, Pair] = {}
         self.whole: dict[Unit, Pair] = {}
         if p.several:
-            self.add_pieces(gradients, numel)
+            self.add_pieces(gradients)
             self.add_stream()
         else:  # a layer's output has the place of the next one's input
             self.x = [*(self.units[Unit(i, 0)].x for i in range(p.n_layer)),
@@ -132,7 +136,7 @@ class Swap:
             self.whole[unit], self.between[unit] = (stream, stream), (own, own)
         self.sweep_inputs = list(swept.split(max(p.cuts)))
 
-    def add_pieces(self, gradients: bool, numel: int) -> None:
+    def add_pieces(self, gradients: bool) -> None:
         """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows."""
         p, (tokens, heads) = self.placement, self.key_shape
         memory, D = self.sizes.memory, self.layer.head_dim
@@ -151,9 +155,7 @@ class Swap:
             for n, unit in enumerate(units, 1):
                 self.keys[unit], self.sums[unit] = of_layer[:n], sums_of_layer[:n]
         if p.guests or p.lent:
-            self.lending = Lending(self.sizes, self.buffers, piece, numel, self.dtype)
-            self.keys |= self.lending.keys
-            self.sums |= self.lending.sums
+            self.add_lent(piece)
         for unit, s in self.units.items():
             guest, mine = p.guest_of.get(unit.subsequence), p.rows(p.number[unit])
             # the rows before a guest's own are a piece
@@ -161,6 +163,26 @@ class Swap:
             s.pieces, s.sums = (
                 [*pairs[:-1], *(of_rows(pair, rows, tokens) for pair in pairs[-1:] for rows in last)]
                 for pairs in (self.keys[unit], self.sums[unit]))
+
+    def add_lent(self, piece: Callable[[torch.Tensor, int, int], Pair]) -> None:
+        """Finds the places of what stages lend each other. piece(memory, first row, rows): (k, v) there."""
+        p, numel = self.placement, len(self.params[0])
+
+        def places(region: str, kind: torch.dtype) -> Sequence[torch.Tensor]:
+            return self.buffers[region].view(kind).chunk(HELPER_PLACES) if p.guests else ()
+        self.guest_weights, keys = (places(region, self.dtype) for region in ("guest_weights", "guest_keys"))
+        gradients = places("guest_gradients", torch.float32)  # of weights, then of keys and values
+        self.guest_gradients = [g[:numel] for g in gradients]
+        for unit, turn in self.sizes.memory.turn.items():
+            guest = p.guest_of[unit.subsequence]
+            ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
+            self.keys[unit], self.sums[unit] = (
+                [piece(memory, first, end - first) for first, end in pairwise(ends)]
+                for memory in (keys[turn], gradients[turn][numel:]))
+        lengths = {helper: numel + before * self.sizes.sums_row_bytes // 4
+                   for helper, before in self.sizes.repaid_rows.items()}
+        repaid = self.buffers["repaid"].view(torch.float32).split([*lengths.values()]) if p.lent else ()
+        self.repaid = dict(zip(lengths, repaid, strict=True))
 
     def set_passes(self, passes: Passes) -> None:
         """Makes these the schedules."""
@@ -198,11 +220,9 @@ class Swap:
                 return [stream] if rows is None else [*of_sequences(stream, self.B, first, end)]
         *before, last = (self.keys if content in (Content.KEYS, Content.LOAN) else self.sums)[unit]
         if content in (Content.LOAN, Content.REPAID):
-            lending = self.lending
-            assert lending is not None  # it moves with MSP alone
             if guest:  # which has places of its own for them
-                of_layer = lending.weights if content is Content.LOAN else lending.gradients
-                return [of_layer[lending.turn[unit]], *flat(before)]
+                of_layer = self.guest_weights if content is Content.LOAN else self.guest_gradients
+                return [of_layer[self.sizes.memory.turn[unit]], *flat(before)]
             return [*[self.params[unit.layer]] * (content is Content.LOAN), *flat(before)]
         if rows is None:
             return [*last]
@@ -210,11 +230,9 @@ class Swap:
 
     def survivors(self, part: Part, resident: bool = False) -> list[torch.Tensor]:
         """Finds the bytes of what a unit keeps, or of its input, that go to the host; `resident`: stay."""
-        p, k = self.placement, self.placement.number[part.unit]
-        like = p.like[k]
-        ranges = self.sizes.kept_bytes(like, resident) if resident else self.sizes.kept[like]
+        k = self.placement.number[part.unit]
+        ranges = self.sizes.kept[self.placement.like[k], part.content, resident]
         return [self.buffers[name][at:at + n] for name, (first, n) in ranges.items()
-                if (name == INPUT) == (part.content is Content.INPUT)
                 for at in [self.first(name, k) + first]]
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
@@ -257,8 +275,8 @@ class Swap:
         """Finds what a step sends or receives, as long at both ends; or what a home adds."""
         parts = self.sizes.memory.moves(step)
         if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
-            assert self.lending is not None and step.peer is not None
-            numel, repaid = len(self.params[0]), self.lending.repaid[step.peer]
+            assert step.peer is not None
+            numel, repaid = len(self.params[0]), self.repaid[step.peer]
             tensors = [repaid[:numel], repaid[numel:self.sizes.moved(step) // 4]]
         else:
             tensors = [t for part in parts for t in self.views(part)]
@@ -280,39 +298,8 @@ class Swap:
         """Waits for the copies under way and gives the memory back."""
         close_streams(self.streams)
         self.pairs, self.units, self.layers, self.x, self.between = {}, {}, [], [], {}
-        self.whole, self.lending, self.keys, self.sums = {}, None, {}, {}
-        self.sweep_inputs, self.buffers = [], {}
+        self.whole, self.keys, self.sums, self.repaid, self.buffers = {}, {}, {}, {}, {}
+        self.sweep_inputs, self.guest_weights, self.guest_gradients = [], (), ()
         if self.slab is not None:
             self.slab.close()
             self.slab = None
-
-
-class Lending:
-    """Says where lies what stages of a pipeline lend each other: a helper's two places for a unit of a guest,
-    and a home's for what helpers repay (memo/schedule/help.py). Source: SPPO 6.2.
-
-    `piece(memory, first row, rows)` -> (k, v) there. `numel`: elements of a layer's parameters. `weights`,
-    `gradients`: of a helper's two places, flat; `turn`: which of them each guest's unit has. `keys`, `sums`:
-    of a guest's unit, piece by piece, the last one up to its own rows. `repaid`: {helper: place of gradients
-    of the weights, and of sums of keys and values, flat}."""
-
-    def __init__(self, sizes: Sizes, buffers: dict[str, torch.Tensor], piece: Callable[..., Pair], numel: int,
-                 dtype: torch.dtype) -> None:
-        p, self.turn = sizes.placement, sizes.memory.turn
-
-        def places(region: str, kind: torch.dtype) -> Sequence[torch.Tensor]:
-            return buffers[region].view(kind).chunk(HELPER_PLACES) if p.guests else ()
-        self.weights, keys = (places(region, dtype) for region in ("guest_weights", "guest_keys"))
-        gradients = places("guest_gradients", torch.float32)  # of weights, then of keys and values
-        self.gradients = [g[:numel] for g in gradients]
-        self.keys, self.sums = dict[Unit, Pieces](), dict[Unit, Pieces]()
-        for unit, turn in self.turn.items():
-            guest = p.guest_of[unit.subsequence]
-            ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
-            self.keys[unit], self.sums[unit] = (
-                [piece(memory, first, end - first) for first, end in pairwise(ends)]
-                for memory in (keys[turn], gradients[turn][numel:]))
-        lengths = {helper: numel + before * sizes.sums_row_bytes // 4
-                   for helper, before in sizes.repaid_rows.items()}
-        repaid = buffers["repaid"].view(torch.float32).split([*lengths.values()]) if p.lent else ()
-        self.repaid = dict(zip(lengths, repaid, strict=True))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from math import prod
 from typing import Literal
 
@@ -139,16 +139,14 @@ class Sizes:
         return Memory(self.placement.program)
 
     @cached_property
-    def kept(self) -> dict[int, dict[str, tuple[int, int]]]:
-        """Finds kept_bytes() of units that are not alike."""
-        return {k: self.kept_bytes(k) for k in set(self.placement.like)}
-
-    @cached_property
-    def unit_bytes(self) -> dict[tuple[int, Content], int]:
-        """Counts the bytes that units which are not alike send of their inputs, and of all else."""
-        return {(k, content): sum(n for name, (_, n) in kept.items()
-                                  if (name == INPUT) == (content is Content.INPUT))
-                for k, kept in self.kept.items() for content in (Content.KEPT, Content.INPUT)}
+    def kept(self) -> dict[tuple[int, Content, bool], dict[str, tuple[int, int]]]:
+        """Finds kept_bytes() of units that are not alike: of their inputs, and of all else."""
+        found = {}
+        for k, resident in product(set(self.placement.like), {False, bool(self.placement.stays)}):
+            ranges = self.kept_bytes(k, resident)
+            found[k, Content.INPUT, resident] = {name: ranges.pop(name) for name in ranges.keys() & {INPUT}}
+            found[k, Content.KEPT, resident] = ranges
+        return found
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
@@ -158,7 +156,7 @@ class Sizes:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
         if content is Content.KEPT or (content is Content.INPUT and unit not in self.memory.streamed):
-            return self.unit_bytes[p.like[p.number[unit]], content]
+            return sum(n for _, n in self.kept[p.like[p.number[unit]], content, False].values())
         x = unit.subsequence % p.subsequences  # a guest's, too
         n = rows[1] - rows[0] if rows else p.rows(p.number[unit])
         match content:

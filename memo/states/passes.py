@@ -99,7 +99,7 @@ class Model(Parameters):
                  mesh: Mesh = ALONE) -> None:
         super().__init__(cfg, device, dtype, grads, mesh)
         self.make, self.gpt = make, make(cfg, self)
-        self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: two places, as in Lending
+        self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: a helper's two places
         self.shape = 0, 0
         self.taken: Swap | None = None
         self.complete = False
@@ -125,8 +125,7 @@ class Model(Parameters):
         self.taken = Swap(placement, layer_of(cfg), B, T, self.dtype, self.device, tp.size,
                           key_shape=self.gpt.key_shape, gradients=self.grads.numel() > 0,
                           params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
-        lending = self.swap.lending
-        self.guest_blocks = [*map(self.gpt.block, lending.weights, lending.gradients)] if lending else []
+        self.guest_blocks = [*map(self.gpt.block, self.swap.guest_weights, self.swap.guest_gradients)]
         self.shape = (B, T)
         # row b*T + t has the position in the whole sequence of the t-th token of this rank
         order = row_order(cfg, T * cfg.cp, self.mesh)
@@ -238,8 +237,8 @@ class Model(Parameters):
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
         if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
-        helps = swap.lending if i in swap.placement.guest_of else None
-        block = self.guest_blocks[helps.turn[step.unit]] if helps else self.gpt.blocks[layer]
+        helps = i in swap.placement.guest_of
+        block = self.guest_blocks[swap.sizes.memory.turn[step.unit]] if helps else self.gpt.blocks[layer]
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
