@@ -1,8 +1,8 @@
 """Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 
 from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS
@@ -133,35 +133,29 @@ class Placement(Surroundings, InOrder):
             return frozenset()
         return frozenset(sorted(range(max(0, self.n_swapped)), key=self.kinds.__getitem__)[:self.input_only])
 
-    @cached_property
-    def buffers_known(self) -> dict[tuple[int, object], list[tuple[int, int]]]:
-        """Keeps what buffers_of has found, by the number of a tensor's buffers and its rows that survive."""
-        return {}
-
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
-        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
-        if like not in self.buffers_known:
-            self.buffers_known[like] = self.find_buffers(name)
-        return self.buffers_known[like]
-
-    def find_buffers(self, name: str) -> list[tuple[int, int]]:
+        if name == INPUT and not self.several:  # a unit writes the next one's
+            return [(b * self.n_rows, self.n_rows) for b in range(self.n_inputs)]
         n = self.n_inputs if name == INPUT else self.n_buffers
-        if not self.several and (name == INPUT or n != 2):  # one after the other
-            return [(b * self.n_rows, self.n_rows) for b in range(n)]
-        found = buffers_in_turns(self.forward_order, self.lengths, n)
-        if n != 2:
-            return found
-        lengths = [rows for _, rows in found]
-        # neighbours take turns: neither may reach into what the other keeps
-        kept = self.kept.get(name, self.n_rows)
-        if not isinstance(kept, tuple):
-            of_length = {n: self.part(i, kept) for n, i in {n: i for i, n in enumerate(self.lengths)}.items()}
-            kept = tuple(map(of_length.__getitem__, self.lengths))
-        spans = [self.lengths[a] + kept[b] for i, j in self.forward_order.neighbours
-                 for a, b in ((i, j), (j, i))]
-        span = max(*lengths, *spans)
-        return [(0, lengths[0]), (span - lengths[1], lengths[1])]
+        return self.buffers(n, self.kept.get(name, self.n_rows))
+
+    @cached_property
+    def buffers(self) -> Callable[[int, int | tuple[int, ...]], list[tuple[int, int]]]:
+        """Makes what finds n buffers of which so many rows survive, once for all tensors that are alike."""
+        @cache
+        def find(n: int, kept: int | tuple[int, ...]) -> list[tuple[int, int]]:
+            found = buffers_in_turns(self.forward_order, self.lengths, n)
+            if n != 2:
+                return found
+            lengths = [rows for _, rows in found]
+            # neighbours take turns: neither may reach into what the other keeps
+            survive = [self.part(i, kept) for i in range(len(self.lengths))]
+            spans = [self.lengths[a] + survive[b] for i, j in self.forward_order.neighbours
+                     for a, b in ((i, j), (j, i))]
+            span = max(*lengths, *spans)
+            return [(0, lengths[0]), (span - lengths[1], lengths[1])]
+        return find
 
     def place(self, k: int, name: str) -> int:
         """Finds the first row of unit k's `name` in its memory: a buffer's first rows, an odd one's last."""
@@ -190,12 +184,14 @@ class Placement(Surroundings, InOrder):
         return found
 
     @cached_property
-    def stream_rows(self) -> "StreamRows":
-        """Finds the rows of what leaves the device of what lies between layers: below a unit's layer, or
-        above the last. Without a backward all layers' have the same places."""
-        if not self.several or self.stream != "copied":
-            return StreamRows()
-        return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
+    def stream_rows(self) -> dict[Unit, tuple[int, int]]:
+        """Finds {unit: (first row in the slab, rows)} of what leaves the device of what lies between layers:
+        below a unit's layer, or above the last. Without a backward all layers' have the same places."""
+        units = self.forward_order.stream_leaves if self.several and self.stream == "copied" else []
+        lengths = [self.cuts[i] for _, i in units]
+        firsts = [sum(self.cuts[:i]) for _, i in units] if self.kept.get(INPUT) == 0 else (
+            accumulate(lengths, initial=0))
+        return {unit: (first, n) for unit, first, n in zip(units, firsts, lengths, strict=False)}
 
     @property
     def own_stream_rows(self) -> int:
@@ -236,10 +232,8 @@ class Placement(Surroundings, InOrder):
         """Makes the program of a training step."""
         swapped = frozenset(range(self.n_swapped))
         copied = swapped - (self.gives_up if self.x_stays else frozenset())
-        lacking = {i for i, n in enumerate(self.lengths) if any(
-            self.kept_rows(i, name) < n for name in self.kept if not self.apart(name))}
-        fewer = range(self.n_units - 1 if self.n_buffers == 2 else self.n_swapped)  # see first_kept
-        rebuilt = frozenset(k for k in fewer if self.kinds[k] in lacking or k in self.gives_up)
+        lacking = {k for k in {*self.like} if self.missing(k)}
+        rebuilt = frozenset(k for k, like in enumerate(self.like) if like in lacking)
         around = {f.name: getattr(self, f.name) for f in fields(Surroundings)}
         fates = Fates(self.n_buffers, copied, rebuilt, self.gives_up, self.x_stays, **around)
         return Program(fates, self.n_layer, self.subsequences, self.order)
@@ -256,23 +250,6 @@ def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> l
     longest = [max(lengths)] * n if alike else [
         max(map(lengths.__getitem__, {*order.kinds[b::n]})) for b in range(n)]
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
-
-
-class StreamRows(dict[Unit, tuple[int, int]]):
-    """Holds {unit: (first row in the slab, rows)}."""
-
-    @cached_property
-    def end(self) -> int:
-        return max(map(sum, self.values()), default=0)
-
-
-@lru_cache(16)
-def stream_rows(order: ForwardOrder, cuts: tuple[int, ...], forward_only: bool) -> StreamRows:
-    """Finds Placement.stream_rows of a stream that is copied."""
-    units, firsts = order.stream_leaves, [0, *accumulate(cuts)]
-    ends = accumulate((cuts[i] for _, i in units), initial=0)
-    return StreamRows((unit, (firsts[unit.subsequence] if forward_only else end, cuts[unit.subsequence]))
-                      for unit, end in zip(units, ends, strict=False))
 
 
 def rows(fraction: float, n_rows: int, granularity: int) -> int:
