@@ -7,7 +7,6 @@ many layers in a row keep that distance, in all their steps. Without a steady st
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -71,8 +70,10 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
         like += range(first, first + few)
         first += n
     few_layers = program.of_few(like, range(program.subsequences))
-    whole = steps_of_all(few_layers, (*like, program.layers))
-    times = times_of(schedule(few_layers), lambda step: seconds(whole[step]))
+    # {a layer's number among the few: among all}, and the head's; the embedding has one number
+    there = {EMBEDDING: EMBEDDING, **dict(enumerate((*like, program.layers)))}
+    times = times_of(schedule(few_layers), lambda step: seconds(
+        step._replace(unit=Unit(there[step.unit.layer], step.unit.subsequence))))
     found = totals(times)
     for n, few, first in zip(runs, short, firsts, strict=True):
         if n > few:
@@ -82,15 +83,6 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
                 return None
             found = Totals(*(a + (n - few) * b for a, b in zip(found, more, strict=True)))
     return found
-
-
-@lru_cache(16)  # a decision simulates the same ones again and again
-def steps_of_all(few: Program, like: tuple[int, ...]) -> dict[Step, Step]:
-    """Finds for each step of a few layers the one of all layers that is the same. `like`: the numbers of the
-    few among all, and the head's, whose states come, as the embedding's."""
-    there = {EMBEDDING: EMBEDDING, **dict(enumerate(like))}
-    return {step: Step(step.op, Unit(there[step.unit.layer], step.unit.subsequence), *step[2:])
-            for step in schedule(few)}
 
 
 def seconds_of_one(times: Times, first: int, last: int, order: str) -> Totals | None:
