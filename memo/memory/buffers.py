@@ -292,7 +292,7 @@ class Swap:
         """Finds what a step copies."""
         pairs = self.pairs.get(step, [])
         there = [(host, device) for device, host in pairs] if step.op is Op.OFFLOAD else pairs
-        return Work(self.label(step), copy_bytes, (there,))
+        return self.label(step), copy_bytes, there
 
     def close(self) -> None:
         """Waits for the copies under way and gives the memory back."""

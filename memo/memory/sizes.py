@@ -21,7 +21,8 @@ HOST_SHARE = 0.9  # of a host's free memory that a run may take; the rest is for
 class Sizes:
     """Counts the bytes of activations that are placed. `tensors`: of a layer, all rows; `numel`: of its
     parameters, padded, where stages lend them. `row_bytes`: of one own row of each tensor; `keys_row_bytes`:
-    of its keys and values in the pieces that attention over a prefix reads."""
+    of its keys and values in the pieces that attention over a prefix reads; `sent_keys_row_bytes`: of those
+    that go to the host."""
 
     def __init__(self, placement: Placement, tensors: dict[str, Tensor], numel: int = 0) -> None:
         p, self.tensors = placement, tensors
@@ -29,6 +30,7 @@ class Sizes:
         self.itemsize = tensors[INPUT].nbytes // prod(tensors[INPUT].shape)
         self.row_bytes = {name: t.nbytes // p.n_rows for name, t in tensors.items()}
         self.keys_row_bytes = p.dealt * sum(self.row_bytes[name] for name in KEYS_VALUES) if p.several else 0
+        self.sent_keys_row_bytes = self.keys_row_bytes * (p.keys == "copied")
         self.sums_row_bytes = 4 * (self.keys_row_bytes // self.itemsize)
         self.layer_bytes = {Content.LOAN: self.itemsize * numel, Content.REPAID: 4 * numel}
 
@@ -97,11 +99,6 @@ class Sizes:
     def stream_bytes(self) -> int:
         """Counts the bytes that go to the host of what lies between layers."""
         return self.row_bytes[INPUT] * max(map(sum, self.placement.stream_rows.values()), default=0)
-
-    @property
-    def sent_keys_row_bytes(self) -> int:
-        """Counts the bytes that a unit sends to the host for a row of keys and values, where they leave."""
-        return self.keys_row_bytes if self.placement.keys == "copied" else 0
 
     @property
     def keys_bytes(self) -> int:

@@ -4,21 +4,14 @@ for. The host itself waits for nothing but streams of its own: those of the CPU,
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import NamedTuple
 
 from memo.schedule.spans import wait_kind, wait_label
 from memo.schedule.step import Step
 from memo.schedule.streams import Event, Streams
 from memo.schedule.waits import Schedule
 
-
-class Work(NamedTuple):
-    """Says what a step does: call(*arguments), called `label` in the timeline; without a label it is not
-    there."""
-
-    label: str
-    call: Callable[..., object]
-    arguments: tuple[object, ...]
+# what a stream's launch() takes: a label, without which it is not in the timeline; a function, its arguments
+Work = tuple[str, Callable[..., object], *tuple[object, ...]]
 
 
 class Executor:
@@ -50,7 +43,6 @@ class Executor:
             stream = self.streams.named(step.stream)
             for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
                 stream.wait(self.events[earlier], self.reasons[step, earlier])
-            work = work_of(step)
-            stream.launch(work.label, work.call, *work.arguments)
+            stream.launch(*work_of(step))
             if step in self.events:
                 stream.record(self.events[step])

@@ -255,7 +255,7 @@ class Program(InOrder):
             yield Step(Op.PREFETCH, unit, Moved.INPUT, back=True)
         for layer in reversed(self.come[-LAYER_PLACES:]):
             if layer != self.layers:  # the head's came in the forward
-                yield self.sums(layer)
+                yield from self.next_sums(layer + LAYER_PLACES)
         if self.layers in self.come:
             yield from self.drop(self.layers)
             yield from self.next_sums(self.layers)
@@ -338,11 +338,8 @@ class Program(InOrder):
         if below in range(max(0, self.come.start), self.come.stop - LAYER_PLACES):
             yield Step(Op.PREFETCH, Unit(below, 0), Moved.WEIGHTS, back=True)
 
-    def sums(self, layer: int) -> Step:
-        """Makes the step by which come what earlier micro batches have left of a layer's gradients."""
-        return Step(Op.PREFETCH, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
-
     def next_sums(self, layer: int) -> Iterator[Step]:
-        """Yields the coming of those sums of the layer that takes over the place of one that has left."""
+        """Yields the coming of what earlier micro batches have left of the gradients of the layer that takes
+        over the place of one that has left."""
         if layer - LAYER_PLACES in self.come:
-            yield self.sums(layer - LAYER_PLACES)
+            yield Step(Op.PREFETCH, Unit(layer - LAYER_PLACES, 0), Moved.WEIGHT_GRADIENTS, back=True)

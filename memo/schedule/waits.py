@@ -132,25 +132,22 @@ def passes_of(program: Program, states: States,
               orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
     """Makes the Passes of a stage; of a program that does not train the evaluation alone. `orders`: the
     launch orders of a training pass and of an evaluation, where they are not the programs'."""
-    alone, trains = replace(program, trains=False), program.trains
+    alone = replace(program, trains=False)
     train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
-    memory, passes = Memory(program, states), {"evaluation": Pass(evaluation, Memory(alone, states))}
-    if trains:
-        last, early = [*states.with_reductions(train, program.subsequences)], [*states.with_sums(train)]
-        passes |= {"last": Pass(last, memory), "update": Pass(states.update(), memory)}
-        if len(early) < len(last):  # micro batches before the last one have a pass of their own
-            passes["early"] = Pass(early, memory)
-
-    def derived(name: str) -> Schedule:  # the update follows the last at once
-        return passes[name].schedule([passes["last"]] if name == "update" else [*passes.values()])
+    evaluated = Pass(evaluation, Memory(alone, states))
+    if not program.trains:
+        return Passes(evaluated.schedule([evaluated]))
+    memory, early_steps = Memory(program, states), [*states.with_sums(train)]
+    last = Pass(states.with_reductions(train, program.subsequences), memory)
+    update = Pass(states.update(), memory)
+    # micro batches before the last one have a pass of their own where that has more steps
+    early = [Pass(early_steps, memory)] if len(early_steps) < len(last.steps) else []
+    before = [evaluated, last, update, *early]
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
-    if not trains:
-        return Passes(derived("evaluation"))
-    ended = derived("last")
-    last_backward = part(ended, True)
-    backward = part(derived("early"), True) if "early" in passes else last_backward
-    clip, *rest = derived("update").items()
-    return Passes(derived("evaluation"), part(ended, False), backward, last_backward, dict([clip]),
+    ended = last.schedule(before)
+    backward, *_ = (part(steps, True) for steps in (*(other.schedule(before) for other in early), ended))
+    clip, *rest = update.schedule([last]).items()  # it follows the last at once
+    return Passes(evaluated.schedule(before), part(ended, False), backward, part(ended, True), dict([clip]),
                   dict(rest))

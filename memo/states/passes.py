@@ -213,18 +213,18 @@ class Model(Parameters):
     def work_of(self, step: Step, head: Callable[[int, torch.Tensor], None] | None = None) -> Work:
         """Finds what a step does. `head`: see follow()."""
         if step.is_message:
-            return Work(self.swap.label(step), self.exchange, (step,))
+            return self.swap.label(step), self.exchange, step
         if step.of_states:
             k = step.unit.layer + 1
             call, *arguments = self.optimizer.work_of(step) if self.optimizer else (self.bring, k)
             # what computes has no label: clip and update are in no timeline, where steps are compared
-            return Work("" if step.computes else self.swap.label(step), call, (*arguments,))
+            return "" if step.computes else self.swap.label(step), call, *arguments
         if not step.computes:
             return self.swap.copy_of(step)
         if step.op is Op.ZERO:
-            return Work(step.kind, self.swap.buffers["key_gradients"].zero_, ())
+            return step.kind, self.swap.buffers["key_gradients"].zero_
         (B, T), (label, *work) = self.shape, self.computing(step, head)
-        return Work(label, self.arena.run, (f"{B}x{T}/{label}", *work))
+        return label, self.arena.run, f"{B}x{T}/{label}", *work
 
     def exchange(self, step: Step) -> None:
         """Sends what a stage sends to another one, or receives it; the step's stream waits for it."""
