@@ -19,6 +19,7 @@ from memo.memory.buffers import Swap
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
 from memo.memory.slab import HostSlab
+from memo.run.report import placement_record
 from memo.schedule.periods import totals_of
 from memo.schedule.simulate import times_of
 from memo.schedule.spans import stall_s
@@ -194,7 +195,7 @@ def test_every_eighth_of_a_unit_alike():
         keys = orders[i % 2] | dict(activation="memo", alpha=alpha)
         assert same(trained(16, 256, torch.float32, 1, **keys), keep[i % 2]), alpha
         cfg = Layout(**MODEL | keys, block_size=256, batch_size=16)
-        rows.append(placement(cfg, 16, 256, torch.float32).kept_rows(0, "q"))
+        rows.append(placement(cfg, 16, 256, torch.float32).first_kept(0, "q")[0])
     assert rows == list(range(0, 2049, 256))
 
 
@@ -264,11 +265,12 @@ def test_the_stream_is_whole_where_it_fits():
     assert with_stream(p, tensors, need) == p
     copied = replace(p, stream="copied")
     assert with_stream(p, tensors, need - 1) == with_stream(copied, tensors, 0) == copied
-    assert Sizes(copied, tensors).device_bytes == need - saved and copied.as_dict()["stream"] == "copied"
+    assert Sizes(copied, tensors).device_bytes == need - saved
+    assert placement_record(copied)["stream"] == "copied"
     others = Placement(3, 1, 640, {"x": 640}, 15, x_stays=True, cuts=(128,) * 5, keys="made")
     for q in (others, replace(p, cuts=(256, 256, 128)), Placement(3, 15, 640, cuts=(128,) * 5)):
         assert with_stream(q, tensors, 0) == q  # copies nothing; three places are no less
-    assert "stream" not in Placement(3, 2, 640).as_dict()
+    assert "stream" not in placement_record(Placement(3, 2, 640))
 
 
 @pytest.mark.parametrize("n_buffers", [1, 2, 3, 4, 5])

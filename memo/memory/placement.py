@@ -1,7 +1,7 @@
 """Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 
@@ -50,15 +50,6 @@ class Placement(Surroundings, InOrder):
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
     dealt: int = 1
 
-    def as_dict(self) -> dict[str, object]:
-        """Lists the fields for plan.json, but those that say nothing here."""
-        silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come",
-                                    "stays") if not getattr(self, name)}
-        silent |= set() if self.several else {"cuts", "order", "keys", "stream", "dealt"}
-        said = {name: value for name, value in asdict(self).items() if name not in silent}
-        return said | {name: [piece._asdict() for piece in getattr(self, name)]
-                       for name in said.keys() & {"guests", "lent"}}
-
     @cached_property
     def subsequences(self) -> int:
         return max(1, len(self.cuts))
@@ -94,7 +85,7 @@ class Placement(Surroundings, InOrder):
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
     def rows(self, k: int) -> int:
-        return self.lengths[self.kinds[k]] if self.several else self.n_rows
+        return self.lengths[self.kinds[k]]
 
     def apart(self, name: str) -> bool:
         """Says whether a tensor is in no buffer: keys and values, where there are several subsequences."""
@@ -105,10 +96,6 @@ class Placement(Surroundings, InOrder):
         if isinstance(whole, tuple):
             return whole[i]
         return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
-
-    def kept_rows(self, i: int, name: str) -> int:
-        """Counts the rows of tensor `name` that survive of a unit of `lengths[i]` where it is swapped."""
-        return self.part(i, self.kept.get(name, self.n_rows))
 
     @property
     def n_inputs(self) -> int:
@@ -169,7 +156,7 @@ class Placement(Surroundings, InOrder):
         if k in self.gives_up and name != INPUT:
             rows = 0
         elif k < self.n_swapped or (k < self.n_units - 1 and self.n_buffers == 2):
-            rows = self.kept_rows(self.kinds[k], name)
+            rows = self.part(self.kinds[k], self.kept.get(name, self.n_rows))
         else:
             rows = n
         return rows, (n - rows) * (k % self.n_buffers % 2)

@@ -23,6 +23,7 @@ from memo.data.tokenizer import encode_text, load_tokenizer
 from memo.decide.where import Rates
 from memo.estimate.report import as_dict, what_set_it
 from memo.huggingface.huggingface import OWN, save_own_files
+from memo.memory.placement import Placement
 from memo.plots.figures import loss_curve, memory_plan, timeline
 from memo.plots.pipeline import pipeline
 from memo.run.loggers import JsonlLogger, StepStats, read_metrics
@@ -179,11 +180,21 @@ def furnish(run: Run, folder: Path) -> None:
     save_plan(run, folder)
 
 
+def placement_record(placement: Placement) -> dict[str, object]:
+    """Lists the fields of a placement for plan.json, but those that say nothing here."""
+    silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come", "stays")
+              if not getattr(placement, name)}
+    silent |= set() if placement.several else {"cuts", "order", "keys", "stream", "dealt"}
+    said = {name: value for name, value in asdict(placement).items() if name not in silent}
+    return said | {name: [piece._asdict() for piece in getattr(placement, name)]
+                   for name in said.keys() & {"guests", "lent"}}
+
+
 def stage_record(run: Run) -> dict[str, object]:
     """Makes what plan.json holds of this rank's stage."""
     decision, plan, swap = run.decision, run.decision.swap_plan, run.model.swap
     return dict(alpha=decision.alpha, alpha_limits=plan and plan.limits, binds=plan and plan.binds,
-                placement=decision.placement.as_dict(), device_bytes=swap.device_bytes,
+                placement=placement_record(decision.placement), device_bytes=swap.device_bytes,
                 host_bytes=swap.host_bytes, host_limit_bytes=decision.host_limit_bytes,
                 rates=decision.rates and decision.rates.as_dict(),
                 regions=[line._asdict() for line in run.lines])

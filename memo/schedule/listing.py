@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from memo.schedule.periods import of_few
 from memo.schedule.program import Program
 from memo.schedule.step import Step
 from memo.schedule.waits import schedule
@@ -27,7 +28,7 @@ def shortened(program: Program) -> tuple[Program, list[int], list[int]]:
     if fates.guests or fates.lent or needed(several) > program.layers:
         several = [*range(program.subsequences)]
     layers = ends_of(program.layers, max(LAYERS, needed(several)))
-    return program.of_few(layers, several), layers, several
+    return of_few(program, layers, several), layers, several
 
 
 def listing(program: Program) -> Iterator[str]:

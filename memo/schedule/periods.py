@@ -6,7 +6,8 @@ that. A step waits for nothing that is more than a few layers away, its reach; s
 many layers in a row keep that distance, in all their steps. Without a steady state all layers are simulated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -61,6 +62,24 @@ def runs_of(program: Program) -> list[int]:
     return [len(list(run)) for _, run in groupby(kinds)]
 
 
+def of_few(program: Program, layers: Sequence[int], subsequences: Sequence[int]) -> Program:
+    """Makes the program of some layers and subsequences: of like units, the last n_buffers not copied."""
+    f = program.fates
+    assert len(subsequences) == program.subsequences or not (f.guests or f.lent)  # guests have their numbers
+    guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
+                    for pieces in (f.guests, f.lent))
+    few = replace(program, fates=replace(f, guests=guests, lent=lent), layers=len(layers),
+                  subsequences=len(subsequences))
+    like = [program.number[Unit(layers[layer], subsequences[i] if i < len(subsequences) else i)]
+            for layer, i in few.units]
+    n = min(f.n_buffers, len(like))
+    copied, rebuilt, input_only = (frozenset(k for k, other in enumerate(like) if other in units)
+                                   for units in (f.copied, f.rebuilt, f.input_only))
+    copied = frozenset(k for k in copied if k < len(like) - n)
+    return replace(few, fates=replace(few.fates, n_buffers=n, copied=copied, rebuilt=rebuilt,
+                                      input_only=input_only))
+
+
 def totals_of_few(program: Program, runs: list[int], short: list[int], reach: int,
                   seconds: Callable[[Step], float]) -> Totals | None:
     """Finds the Totals from so many layers of each run; None where their state is not steady."""
@@ -69,7 +88,7 @@ def totals_of_few(program: Program, runs: list[int], short: list[int], reach: in
         firsts.append(len(like))
         like += range(first, first + few)
         first += n
-    few_layers = program.of_few(like, range(program.subsequences))
+    few_layers = of_few(program, like, range(program.subsequences))
     # {a layer's number among the few: among all}, and the head's; the embedding has one number
     there = {EMBEDDING: EMBEDDING, **dict(enumerate((*like, program.layers)))}
     times = times_of(schedule(few_layers), lambda step: seconds(

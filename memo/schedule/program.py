@@ -32,8 +32,8 @@ stay. Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences; ZeRO 
 and 3, ZeRO-Infinity (arXiv 2104.07857) for layers that come.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from memo.config.msp import Shares
@@ -111,23 +111,6 @@ class Program(InOrder):
         yield from self.forward()
         if self.trains:
             yield from self.backward()
-
-    def of_few(self, layers: Sequence[int], subsequences: Sequence[int]) -> "Program":
-        """Makes the program of some layers and subsequences: of like units, the last n_buffers not copied."""
-        f = self.fates
-        assert len(subsequences) == self.subsequences or not (f.guests or f.lent)  # guests have their numbers
-        guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
-                        for pieces in (f.guests, f.lent))
-        few = replace(self, fates=replace(f, guests=guests, lent=lent), layers=len(layers),
-                      subsequences=len(subsequences))
-        like = [self.number[Unit(layers[layer], subsequences[i] if i < len(subsequences) else i)]
-                for layer, i in few.units]
-        n = min(f.n_buffers, len(like))
-        copied, rebuilt, input_only = (frozenset(k for k, other in enumerate(like) if other in units)
-                                       for units in (f.copied, f.rebuilt, f.input_only))
-        copied = frozenset(k for k in copied if k < len(like) - n)
-        return replace(few, fates=replace(few.fates, n_buffers=n, copied=copied, rebuilt=rebuilt,
-                                          input_only=input_only))
 
     # --- what it is about ---
 
@@ -303,16 +286,12 @@ class Program(InOrder):
             yield Step(Op.SWEEP, swept, back=True)
             if swept in self.input_after:
                 yield Step(Op.PREFETCH, self.input_after[swept], Moved.INPUT, back=True)
-        if layer == 0 and not guest:
-            yield from self.end_of_backward(unit)
-
-    def end_of_backward(self, unit: Unit) -> Iterator[Step]:
-        """Yields what comes behind the backward of a subsequence's first layer."""
-        i = unit.subsequence
-        if self.fates.receives:
+        if layer > 0 or guest:
+            return
+        if fates.receives:
             yield Step(Op.SEND, unit, Moved.GRADIENT, back=True)
         yield from self.home.add(-1, i)
-        if not self.fates.receives:
+        if not fates.receives:
             yield Step(Op.EMBED_BACKWARD, unit, back=True)
             if EMBEDDING in self.come and i == 0:
                 yield from self.drop(EMBEDDING)
