@@ -85,7 +85,7 @@ class Placement(Surroundings, InOrder):
         return sorted({piece.stage for piece in self.guests} | {piece.helper for piece in self.lent})
 
     def rows(self, k: int) -> int:
-        return self.lengths[self.kinds[k]]
+        return self.lengths[self.kinds[k]] if self.several else self.n_rows
 
     def apart(self, name: str) -> bool:
         """Says whether a tensor is in no buffer: keys and values, where there are several subsequences."""
