@@ -1,8 +1,8 @@
 """Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS
@@ -124,25 +124,27 @@ class Placement(Surroundings, InOrder):
         """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
         if name == INPUT and not self.several:  # a unit writes the next one's
             return [(b * self.n_rows, self.n_rows) for b in range(self.n_inputs)]
-        n = self.n_inputs if name == INPUT else self.n_buffers
-        return self.buffers(n, self.kept.get(name, self.n_rows))
+        like = self.n_inputs if name == INPUT else self.n_buffers, self.kept.get(name, self.n_rows)
+        if like not in self.buffers_known:
+            self.buffers_known[like] = self.find_buffers(*like)
+        return self.buffers_known[like]
 
     @cached_property
-    def buffers(self) -> Callable[[int, int | tuple[int, ...]], list[tuple[int, int]]]:
-        """Makes what finds n buffers of which so many rows survive, once for all tensors that are alike."""
-        @cache
-        def find(n: int, kept: int | tuple[int, ...]) -> list[tuple[int, int]]:
-            found = buffers_in_turns(self.forward_order, self.lengths, n)
-            if n != 2:
-                return found
-            lengths = [rows for _, rows in found]
-            # neighbours take turns: neither may reach into what the other keeps
-            survive = [self.part(i, kept) for i in range(len(self.lengths))]
-            spans = [self.lengths[a] + survive[b] for i, j in self.forward_order.neighbours
-                     for a, b in ((i, j), (j, i))]
-            span = max(*lengths, *spans)
-            return [(0, lengths[0]), (span - lengths[1], lengths[1])]
-        return find
+    def buffers_known(self) -> dict[tuple[int, int | tuple[int, ...]], list[tuple[int, int]]]:
+        return {}
+
+    def find_buffers(self, n: int, kept: int | tuple[int, ...]) -> list[tuple[int, int]]:
+        """Lists (first row, rows) of n buffers of which so many rows survive."""
+        found = buffers_in_turns(self.forward_order, self.lengths, n)
+        if n != 2:
+            return found
+        lengths = [rows for _, rows in found]
+        # neighbours take turns: neither may reach into what the other keeps
+        survive = [self.part(i, kept) for i in range(len(self.lengths))]
+        spans = [self.lengths[a] + survive[b] for i, j in self.forward_order.neighbours
+                 for a, b in ((i, j), (j, i))]
+        span = max(*lengths, *spans)
+        return [(0, lengths[0]), (span - lengths[1], lengths[1])]
 
     def place(self, k: int, name: str) -> int:
         """Finds the first row of unit k's `name` in its memory: a buffer's first rows, an odd one's last."""
