@@ -10,7 +10,8 @@ says what is computed when, and where it lies.
               (n, tp, width) is all N rows in order
     C, H, D   hidden size, heads, head dimension
     Q, KV, F  widths of q, of k and v, of the MLP: H*D, Hkv*D, n_inner
-    s         the skeletal activations of a layer: named views of one buffer, see memo/config/layer.py
+    s         the skeletal activations of a layer: named views of its place in each tensor's memory, its
+              buffer; see memo/config/layer.py
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
     unit      a layer at one subsequence: a sequence may be cut into several, computed one after the other.
@@ -85,8 +86,8 @@ class Block:
         return self.output(s, out)
 
     def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
-        """Makes `rows` of the skeletal tensors from x, none of a tensor that it does not name: token by
-        token, but for attention, which runs whole if any row of attn_out is wanted. Source: MEMO 4.1."""
+        """Makes `rows` of the skeletal tensors from x and attn_out, none of a tensor that it does not name:
+        token by token, but for attention, which runs whole if any row of it is wanted. Source: MEMO 4.1."""
         # in the forward's order: rows that are not made here came from the host, or never left
         rows = self.no_rows | rows
         self.queries_keys_values(s, rows)
@@ -239,8 +240,8 @@ class Block:
 
     def place_of_dout(self, s: Activations) -> torch.Tensor:
         """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up
-        before, piece by piece. Its rows are as long or longer, so that a piece of the gradient fits into the
-        memory of its own piece, and writes over none that is still to be read."""
+        before, piece by piece. Its rows are as long or longer, and pieces go in ascending order: a piece of
+        the gradient ends no later than its own piece, so that it lies over rows that are used up."""
         for used_up in s.ln2_out, s.tensors[self.end_of_mlp]:
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)

@@ -157,13 +157,13 @@ def train(run: Run, stop: command.StopSignal) -> None:
             mesh.take_sent_bytes()
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)
-            # clip and optimizer are segments of the memory plan: their temporary tensors have addresses
+            # a segment of the memory plan, as the optimizer is one: temporary tensors have planned addresses
             grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
             # only here the host waits for the device; both tensors are free before the optimizer has its own
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
         if not math.isfinite(loss + grad_norm):
             raise not_finite(run, loss, grad_norm)  # before the optimizer takes it into the weights
-        # with the optimizer's thread and the weights that came up from the host beside this step's forward
+        # all of this step's; with an optimizer on the host also the last one's, which ran beside the forward
         spans = swap.streams.timeline.take()
         run.saver.copied()  # the save under way still reads the states that the optimizer is about to change
         # an error in here leaves states of neither step; a host thread's steps are awaited by whoever saves

@@ -42,8 +42,8 @@ from memo.states.passes import Transformer
 @dataclass(eq=False)
 class Skeleton(Activations):
     """Holds what a layer makes in its forward for its backward, by name, for Block to fill and read: x,
-    ln1_out, q, k, v, attn_out, lse, mid and so on, as memo/config/layer.py lists them. Each tensor is a view
-    of the layer's buffer."""
+    ln1_out, ln1_mean, q, k, v, attn_out, lse, mid and so on, as memo/config/layer.py lists them. Each is a
+    view of the layer's place in the memory of that tensor; together these are the layer's buffer."""
 
     dropped: dict[str, slice] = field(default_factory=dict)  # the rows to recompute, of each tensor
     copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (device, host) bytes

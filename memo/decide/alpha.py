@@ -1,9 +1,11 @@
 """The alpha program: how much of every layer's skeletal activations is swapped; the rest is recomputed.
 
-With several subsequences each has an alpha of its own, whose copies hide behind the unit that follows; what
-one byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for
-all tensors in closed form, `per_tensor` one fraction for each by a linear program, `fixed_alpha` takes alpha
-as it is. Plain numbers in, a SwapPlan out; where.py makes it rows. Source: MEMO 4.1; SPPO 5.2.
+x, attn_out and lse are always swapped; "others" are all other tensors, with several subsequences but for k
+and v. Each subsequence then has an alpha of its own, whose copies hide behind the unit that follows; what one
+byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for all
+tensors in closed form, `per_tensor` one fraction for each group of them by a linear program, `fixed_alpha`
+takes alpha as it is. Plain numbers in, a SwapPlan out; where.py chooses the number of buffers, makes rows of
+it, and lowers alpha where the simulator sees a stall. Source: MEMO 4.1; SPPO 5.2.
 """
 
 from collections import Counter
@@ -95,7 +97,8 @@ class AlphaProblem:
 
     @cached_property
     def beside_bytes(self) -> int:
-        """Counts what the slab holds beside the rows of swapped units: keys and values that go there."""
+        """Counts what the slab holds beside the rows of swapped units: the stream, keys and values that go
+        there; less the inputs that the stream has already."""
         p = self.placement
         by_layer = p.stream_rows and p.order == "layer"  # the stream has the inputs of all layers but one
         twice = self.swapped_rows - sum(p.cuts[:self.n_swapped]) if by_layer else 0
@@ -133,7 +136,8 @@ class AlphaProblem:
         return self.slab_bytes(self.input_bytes)
 
     def host_level(self) -> float:
-        """Finds the largest alpha that the host has room for; where copies hide less far there is less."""
+        """Finds the common alpha with which the host is full, where each subsequence takes that or, if less,
+        its overlap."""
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)
@@ -155,9 +159,9 @@ class AlphaProblem:
     @cached_property
     def overlap(self) -> list[float]:
         """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
-        x, attn_out, keys and values do not. The copies of the swapped units, U - n of all U, must be done
-        when the last unit starts: in U - 2 units' time. With the paper's n = 2 each must be done within the
-        unit that follows; else within the mean of the n - 1 that follow, and the others' part of U - 2."""
+        x, attn_out, keys and values do not. The last unit writes over the buffer of the last swapped one: the
+        copies of all U - n swapped of U units have U - 2 units' time, from the end of the first one on, each
+        (U - 2) / (U - n) units'. A unit's time is the mean of the n - 1 that follow, with n = 2 the next."""
         p, found = self.placement, dict[int, float]()
         always = self.always_bytes + self.layer_keys_bytes
         for i, *following in p.followed:
@@ -227,8 +231,8 @@ def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
 
 
 def paper(problem: AlphaProblem) -> SwapPlan:
-    """Finds the one alpha for all tensors that is the largest under all limits; 0 where even x and attn_out
-    are over one: then their copy does not hide, or some units keep only x. Source: MEMO 4.1."""
+    """Finds for each subsequence the one alpha for all tensors, the largest under all limits; 0 where even x
+    and attn_out are over one: then their copy does not hide, or some units keep only x. Source: MEMO 4.1."""
     return plan(problem, dict.fromkeys(problem.others, tuple(problem.alphas)))
 
 

@@ -28,9 +28,10 @@ class Placement(Surroundings, InOrder):
         buffer 1               shared rows | kept rows
 
     Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
-    (SPPO's rest). The last n_buffers units are not swapped, only the last one is whole. `input_only` swapped
-    units keep x alone and recompute their attention too: the earliest subsequences of all layers first, where
-    it costs least. Modes: keep (a buffer for each unit), recompute (one, x_stays, only inputs), swap, memo.
+    (SPPO's rest). The last n_buffers units are not swapped: they are whole, but for the last but one of two
+    buffers, whose shared rows the last one takes. `input_only` swapped units keep x alone and recompute their
+    attention too: the earliest subsequences of all layers first, where it costs least. Modes: keep (a buffer
+    for each unit), recompute (one, x_stays, only inputs), swap, memo.
 
     With several subsequences, `cuts`, keys and values are in none of these buffers, nor is the stream between
     layers (memo/schedule/program.py). Layer by layer a unit whose input is in a stream that is copied sends
@@ -108,8 +109,8 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def followed(self) -> set[tuple[int, ...]]:
-        """Collects the place in `lengths` of each swapped unit, and those of the units behind it while
-        which its copy may run: n_buffers - 1, at least one, at most those of a layer."""
+        """Collects for each swapped unit its kind, an index in `lengths`, and the kinds of the units behind
+        it during whose forward its copy may run: n_buffers - 1, at least one, at most those of a layer."""
         ahead, kinds = min(max(1, self.n_buffers - 1), self.subsequences), self.kinds
         return {*zip(*(kinds[j:max(0, self.n_swapped) + j] for j in range(1 + ahead)), strict=False)}
 

@@ -23,7 +23,7 @@ class Executor:
         self.reasons: dict[tuple[Step, Step], str] = {}  # {(a step, one that it waits for): why}
 
     def expect(self, schedules: Iterable[Schedule]) -> None:
-        """Makes the events of the schedules that will run, and their labels: not at every step."""
+        """Makes the events of the schedules that run() will get, and their labels: not at every step."""
         name = cache(self.label)
         self.reasons = {(step, earlier): wait_label(name, step, earlier, place)
                         for schedule in schedules for step, waits in schedule.items()
@@ -31,8 +31,8 @@ class Executor:
         self.events = {step: Event(name(step), wait_kind(step)) for _, step in self.reasons}
 
     def settle(self, steps: Schedule) -> None:
-        """Holds compute, and on the host the caller, until those of the steps that others wait for are done,
-        as they were launched last. Errors: what went wrong until then in their streams."""
+        """Makes compute, and where streams are the host's the caller too, wait for the newest launch of each
+        step that has an event. Errors: what went wrong until then in their streams."""
         for step in steps:
             if step in self.events:
                 self.streams.compute.hold(self.events[step])
@@ -41,7 +41,7 @@ class Executor:
         """Launches the steps. work_of(step): what it does."""
         for step, waits in steps.items():
             stream = self.streams.named(step.stream)
-            for earlier in sorted(waits, key=wait_kind):  # bubbles first: copies may hide in them
+            for earlier in sorted(waits, key=wait_kind):  # by name, bubbles first: copies may hide in them
                 stream.wait(self.events[earlier], self.reasons[step, earlier])
             stream.launch(*work_of(step))
             if step in self.events:

@@ -5,8 +5,9 @@ A unit is one layer at one subsequence. Units are computed in order, one buffer 
 
     forward    unit k computes in buffer k % n; then the offload stream copies what survives of it to the host
                slab, while the next units compute
-    backward   the last n units are still in their buffers; when unit k is done, the prefetch stream refills
-               its buffer with unit k - n, while the units between compute
+    backward   the last n units are still in their buffers, but for rows that two buffers share
+               (memo/memory/placement.py); when unit k is done, the prefetch stream refills its buffer with
+               unit k - n, while the units between compute; rows that lack are recomputed before a backward
 
 `memo` and `swap` have n = 2 or more, `keep` has a buffer for each unit, `recompute` one: both copy nothing.
 

@@ -1,7 +1,8 @@
 """The waits of a program, derived from what its steps touch. No torch.
 
 A step waits for the last writer of what it reads, and for the last writer and all readers since of what it
-writes; not for its own stream, which does one thing after the other, nor where another wait says so already.
+writes: for the readers before, the writer has waited. It does not wait for its own stream, which does one
+thing after the other, nor where another wait says so already.
 """
 
 from collections import defaultdict
@@ -40,7 +41,7 @@ class Pass:
         self.writer: dict[Place, int] = {}
         # since it was written, the last one of each stream
         self.readers: dict[Place, Clock] = defaultdict(dict)
-        # of each step: what its stream touches first, so as passes before have left it
+        # of each step: the places that no step before it has ordered for its stream: passes before may have
         self.first: list[Access] = []
         for number, step in enumerate(self.steps):
             self.add(number, memory.access(step))
@@ -112,9 +113,10 @@ def advance(clock: Clock, other: Clock) -> None:
 
 
 class Passes(NamedTuple):
-    """The schedules of a run, in parts that are launched at once. Passes follow each other in any order, so a
-    step also waits for what each of them may have left: a step that its own pass launches later is an earlier
-    pass's. `last_backward`: of the last micro batch, which sends gradients away; `clip`, `update` follow."""
+    """Holds the schedules of a run, in parts that are launched at once. Passes follow each other in any
+    order, so a step also waits for what each of them may have left. Equal steps of all passes have one event:
+    who waits for one that its own pass launches later waits for that of an earlier pass. `last_backward`: of
+    the last micro batch, which sends gradients away; `clip`, `update` follow."""
 
     evaluation: Schedule
     forward: Schedule = {}
@@ -146,7 +148,7 @@ def passes_of(program: Program, states: States,
 
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
-    ended = last.schedule(before)
+    ended = last.schedule(before)  # the forward of all micro batches, and the backward where none is `early`
     backward, *_ = (part(steps, True) for steps in (*(other.schedule(before) for other in early), ended))
     clip, *rest = update.schedule([last]).items()  # it follows the last at once
     return Passes(evaluated.schedule(before), part(ended, False), backward, part(ended, True), dict([clip]),
