@@ -58,7 +58,7 @@ def test_the_tree_has_every_folder_once_and_each_file_says_what_it_is():
 
 def test_the_reading_path_is_about_as_long_as_it_says():
     page = text_of(ROOT / "README.md")
-    [(lines, path)] = re.findall(r"\*\*MEMO in ([\d,]+) lines\.\*\*(.*?)Where", page, re.S)
+    [(lines, path)] = re.findall(r"\*\*MEMO in ([\d,]+) lines\.\*\*(.*?)Beside", page, re.S)
     files = re.findall(r"`([\w/]+\.py)`", path)
     found = sum(len((ROOT / name).read_text().splitlines()) for name in files)
     assert abs(found - int(lines.replace(",", ""))) <= 50
