@@ -4,10 +4,8 @@ on several GPUs: torchrun --nproc_per_node=8 train.py [config/x.py] [--key=value
 
 import signal
 
-from memo.system import command
-
-if __name__ == "__main__":
-    command.handle(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 import contextlib
 import sys
@@ -15,6 +13,7 @@ import sys
 from memo.checkpoint.manifest import Damaged
 from memo.config.config import Config
 from memo.run.load_config import keys_help, read_run
+from memo.system import command
 
 
 def read_argv(argv: list[str]) -> None:

@@ -47,12 +47,12 @@ from memo.memory.slab import HostSlab, available, numa_node
 from memo.parallel.mesh import ALONE, open_axis
 from memo.planner.allocator import Arena
 from memo.run.measure import attentions, copy_rate, fastest_seconds, matmuls, slowest_seconds
-from memo.run.state import code
 from memo.system import launch
 from memo.system.axis import Axis, Works
 from memo.system.device import device_name, gpu_facts, own_bytes, pick_device
 from memo.system.files import cache_place, readable_json
 from memo.system.hardware import GIB, LEAST_FP8, Machine, gpu_named, machine
+from memo.system.origin import code
 
 WITHOUT = {"numpy": "", "tqdm": "", "tokenizers": "", "safetensors": "", "matplotlib": "no pictures",
            "wandb": "no --wandb_log", "datasets": "no data from Hugging Face",

@@ -76,13 +76,13 @@ from memo.plots.figures import loss_by_position, needle_map
 from memo.run.load_config import stored_config
 from memo.run.prepare import check_ranks, check_same_tokenizer
 from memo.run.reserve import explaining
-from memo.run.state import code
 from memo.states.passes import Model, with_place
 from memo.system.axis import Axis
 from memo.system.command import interruptible, progress
 from memo.system.device import pick_device
 from memo.system.files import JsonObject, save_json
 from memo.system.launch import Launch, connected, rank_errors, read_launch, same_everywhere, together
+from memo.system.origin import code
 from model import GPT
 
 VALUE = 8  # tokens
@@ -328,7 +328,7 @@ def set_up_evaluation(argv: list[str], launch: Launch, host: Axis) -> tuple[Eval
 def answers(evaluation: Evaluation, model: Model, speaks: bool) -> dict:
     """Measures what evaluate.json holds, the same on all ranks. Errors: RunFailed."""
     cfg, questions, doing = evaluation.cfg, evaluation.questions, ["the first sequence"]
-    trained = evaluation.ckpt.config["block_size"]
+    trained = stored_config(evaluation.ckpt.config).block_size
     if speaks:
         print(f"step {evaluation.ckpt.iter:,} of {evaluation.args.out_dir}: sequences of "
               f"{questions.data.folder.name}/val.bin, {questions.batches} of each length", flush=True)

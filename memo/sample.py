@@ -92,7 +92,7 @@ def generate(model: Model, prompt: list[int], max_new_tokens: int, temperature: 
                           f"least 1 each and at most block_size={model.cfg.block_size} together; change "
                           "one of them")
     cache, generator = open_cache(model, length), torch.Generator(model.device).manual_seed(seed)
-    logits = prefill(model, cache, prompt) if len(prompt) > 1 else None  # see one_query_forward()
+    logits = prefill(model, cache, prompt) if len(prompt) > 1 else None
     model.reserve_forward(1, 1)
     token = prompt[0]
     for end in range(len(prompt), length):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from memo.checkpoint import checkpoint, dcp
 from memo.checkpoint.checkpoint import CheckpointError, Saver
 from memo.checkpoint.manifest import CHECKPOINT_JSON, manifest_text, newest
+from memo.checkpoint.shards import Unpickler, parse
 from memo.config.config import as_keys
 from memo.config.layout import Layout
 from memo.memory.parameters import Piece, whole
@@ -821,3 +822,15 @@ def test_a_missing_moment_is_named(tmp_path):
     with pytest.raises(CheckpointError,
                        match=r"exp_avg\.lnf_w is missing in the checkpoint and \(32,\) in the model$"):
         checkpoint.restore(checkpoint.load(tmp_path), model, optimizer)
+
+
+def test_a_pickle_is_read_by_the_listed_opcodes_alone_and_whole():
+    data = pickle.dumps(([1, 300, 70000, 2**40, None, True], "text", ("a", "b", "c", "d")), 2)
+    assert parse(data) == ([1, 300, 70000, 2**40, None, True], "text", ("a", "b", "c", "d"))
+    for n in range(len(data)):
+        with pytest.raises(pickle.UnpicklingError):
+            parse(data[:n])
+    for code in range(256):
+        if code not in Unpickler.dispatch:
+            with pytest.raises(pickle.UnpicklingError):
+                parse(bytes([code]) + b"\x01\x00\x00\x00\x00\x00\x00\x00a.")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,9 @@ def test_a_rank_on_another_driver_and_one_without_a_compiler(tmp_path):
 def test_mistakes(capsys):
     assert run(doctor.main, ["--jsn"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --jsn; see --help\n"
+
+
+def test_it_starts_without_the_packages_whose_lack_it_tells():
+    blocked = "import sys; sys.modules |= dict.fromkeys(sys.argv[1:]); import memo.doctor"
+    subprocess.run([sys.executable, "-c", blocked, *doctor.WITHOUT.keys() - {"numpy"}], check=True,
+                   timeout=TIMEOUT_S)

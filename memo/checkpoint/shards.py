@@ -1,8 +1,9 @@
 """Pieces of tensors from the files of torch.distributed.checkpoint (DCP), which dcp.py writes.
 
 DCP's .metadata is a pickle, and each piece of a tensor is a zip in a shard, with another pickle. A pickle can
-run code, and a few bytes can take all time and memory. So neither pickle nor torch.load reads them: Unpickler
-takes the few opcodes that DCP writes, in time and memory proportional to a file's bytes.
+run code, and a few bytes can take all time and memory. So neither pickle.load nor torch.load reads them: of
+Python's own reader Unpickler leaves the few opcodes that DCP writes, in time and memory proportional to a
+file's bytes.
 """
 
 import io
@@ -12,7 +13,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from struct import unpack, unpack_from
+from struct import error, unpack, unpack_from
 from typing import ClassVar, TypeVar
 
 import torch
@@ -82,7 +83,7 @@ def parse(data: bytes) -> object:
     """Reads a pickle as an Unpickler does. Errors: UnpicklingError: no checkpoint's."""
     try:
         return Unpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError):
+    except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, error):
         raise pickle.UnpicklingError("it is not a pickle of a checkpoint") from None
 
 

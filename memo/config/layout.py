@@ -46,8 +46,8 @@ class Layout(Config):
         return replace(self, stage=rank // (world // self.pp))
 
     @cached_property
-    def every_stage(self) -> list[Self]:
-        return [self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp)]
+    def every_stage(self) -> tuple[Self, ...]:
+        return tuple(self if stage == self.stage else replace(self, stage=stage) for stage in range(self.pp))
 
     @property
     def depths(self) -> tuple[int, ...]:

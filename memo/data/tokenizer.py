@@ -26,6 +26,7 @@ FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 MOST_NAMED = 6  # candidates in a message
 MOST_CHARS = 2**26           # of a tokenizer.json, a vocabulary or merges
 MOST_GROWTH = 2**8           # how many times as long a tokenizer may make a text
+REFUSED = 3  # exit code of the process that tries a tokenizer out: it prints why, in JSON
 TRIAL = "".join(map(chr, range(32, 127))) * 3 + "\n\n  é ж 中文 \t😀\r\n"
 RUNS = "".join(sign * 1000 for sign in "a0 .\né中")  # expressions may be slow on these alone
 
@@ -156,7 +157,8 @@ def try_out(path: str) -> None:
         raise
     except BaseException as e:
         if not isinstance(e, ConfigError):  # whoever waits for this process meets that too
-            print(json.dumps(reason(e)))
+            print("\n" + json.dumps(reason(e)))
+            raise SystemExit(REFUSED) from None
 
 
 @contextmanager
@@ -181,11 +183,11 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
         if done.returncode < 0 or "MemoryError" in done.stderr or "memory allocation" in done.stderr:
             raise ValueError(f"to read it and to encode a short text takes more than {TRIAL_S} s or "
                              f"{TRIAL_BYTES >> 30} GiB of memory")
+        if done.returncode == REFUSED:
+            raise ValueError(json.loads(done.stdout.splitlines()[-1]))
         if done.returncode:
             raise ValueError("the process that tries it out ends with "
                              f"{done.stderr.strip().splitlines()[-1:]}")
-        if done.stdout:
-            raise ValueError(json.loads(done.stdout))
         return read_tokenizer(Path(path))
 
 

@@ -4,7 +4,7 @@ estimate what it models. No torch. Source: MEMO 4.1."""
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from math import ceil, fsum, inf
 from typing import NamedTuple
 
@@ -50,7 +50,6 @@ def swaps_layers(cfg: Layout) -> bool:
     return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
-@lru_cache(32)  # whose places a search asks for, again and again
 def all_kept(cfg: Layout, B: int, T: int) -> Placement:
     """Makes the Placement of B sequences, T tokens each on a rank of cp, in as many buffers as units."""
     cuts = unit_rows(cfg, B, T)

@@ -30,7 +30,9 @@ class Activations:
     turn: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        return vars(self)["tensors"].get(name)
+        if name.startswith("_") or "tensors" not in vars(self):  # copy and pickle ask for theirs
+            raise AttributeError(name)
+        return self.tensors.get(name)
 
 
 class Weights(dict[str, torch.Tensor]):
@@ -38,4 +40,6 @@ class Weights(dict[str, torch.Tensor]):
     where there is none."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
+        if name.startswith("_"):  # copy and pickle ask for theirs
+            raise AttributeError(name)
         return self.get(name)

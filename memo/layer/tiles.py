@@ -166,7 +166,7 @@ class RowOrder:
     slices
         the tokens of each slice, by subsequences: a rank's rows are those of one subsequence after the other,
         in it those of one slice after the other. Each slice is dealt to the ranks by itself
-    kind, size: how, and to how many ranks, that share the sequence: see tiles.rank_ranges()
+    kind, size: how, and to how many ranks, that share the sequence: see rank_ranges()
     mask: who sees whom
     ranks
         whose rows take turns: that of `tokens`, whose tokens the ranks of `weights` have in turns; with METP

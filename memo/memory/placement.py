@@ -178,9 +178,9 @@ class Placement(Surroundings, InOrder):
         """Finds {unit: (first row in the slab, rows)} of what leaves the device of what lies between layers:
         below a unit's layer, or above the last. Without a backward all layers' have the same places."""
         units = self.forward_order.stream_leaves if self.several and self.stream == "copied" else []
-        lengths = [self.cuts[i] for _, i in units]
-        firsts = [sum(self.cuts[:i]) for _, i in units] if self.kept.get(INPUT) == 0 else (
-            accumulate(lengths, initial=0))
+        lengths, starts = [self.cuts[i] for _, i in units], [0, *accumulate(self.cuts)]
+        forward_only = self.kept.get(INPUT) == 0
+        firsts = [starts[i] for _, i in units] if forward_only else accumulate(lengths, initial=0)
         return {unit: (first, n) for unit, first, n in zip(units, firsts, lengths, strict=False)}
 
     @property

@@ -88,11 +88,18 @@ class Mesh:
         return sent
 
     def of_stages(self, value: T) -> list[T]:
-        """Gathers the value of each stage's first rank on rank 0, else []; all ranks must call it."""
-        values = [value] * self.host.size if self.host.rank == 0 else None
-        sent = value if self.peers.rank == 0 else None
-        dist.gather_object(sent, values, group=self.host.group, group_dst=0)
-        return values[::self.peers.size] if values else []
+        """Gathers the value of each stage's first rank on rank 0, else []; all first ranks must call it."""
+        first = range(0, self.host.size, self.peers.size)
+        if self.host.rank in first[1:]:
+            dist.send_object_list([value], group=self.host.group, group_dst=0)
+        if self.host.rank > 0:
+            return []
+        values = [value]
+        for rank in first[1:]:
+            received = [value]
+            dist.recv_object_list(received, group=self.host.group, group_src=rank)
+            values += received
+        return values
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Sums the last stage's `loss` over the replicas, on all ranks."""

@@ -25,7 +25,7 @@ from memo.errors import ConfigError, Unusable, warn
 from memo.planner.plan import ALIGNMENT, Plan, cached_plan
 from memo.planner.trace import Trace, parse_trace
 from memo.system.command import progress
-from memo.system.files import cache_place, keep, kept, open_file
+from memo.system.files import cache_place, keep, kept, open_file, regular
 
 Result = TypeVar("Result")
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -69,6 +69,8 @@ def library_of(folder: str | Path, *flags: str) -> ctypes.CDLL:
     library = Path(folder) / f"allocator-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     with suppress(*BROKEN):
         return open_library(library)
+    if os.path.lexists(library):
+        regular(library.lstat())  # nothing else is replaced
     with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two runs may start at once
         built = Path(scratch) / library.name
         try:

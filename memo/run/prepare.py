@@ -37,7 +37,7 @@ from memo.run import reserve
 from memo.run.load_config import read_run
 from memo.run.loggers import ConsoleLogger, JsonlLogger, WandbLogger
 from memo.run.report import furnish, stage_record
-from memo.run.state import LOCK, Checked, Decided, Run, check_shared, code, differences, lock
+from memo.run.state import LOCK, Checked, Decided, Run, check_shared, lock
 from memo.run.trace_step import trace_step
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
@@ -48,6 +48,7 @@ from memo.system.device import device_name, gpu_facts, own_bytes, pick_device, s
 from memo.system.files import load_json, own_folder, read_text
 from memo.system.hardware import NODES, Machine, peak_flops_per_s
 from memo.system.launch import Launch, of_first, run_name, same_everywhere, together
+from memo.system.origin import code, differences
 
 arena_here = partial(traced_arena, trace=trace_step)
 

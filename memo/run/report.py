@@ -27,11 +27,12 @@ from memo.memory.placement import Placement
 from memo.plots.figures import loss_curve, memory_plan, timeline
 from memo.plots.pipeline import pipeline
 from memo.run.loggers import JsonlLogger, StepStats, read_metrics
-from memo.run.state import Run, differences, lock, rescues
+from memo.run.state import Run, lock, rescues
 from memo.schedule.spans import Span, on_one_clock
 from memo.system.command import python
 from memo.system.device import device_name
 from memo.system.files import save_bytes, save_json
+from memo.system.origin import differences
 
 UNSAID = {"dataset", "out_dir", "init_from", "check_data", "allow_other_data"}  # where they change
 SAMPLE_TOKENS = 200  # that memo.sample generates unless told otherwise

@@ -1,14 +1,13 @@
 """What a run holds: what was asked (Checked), how it is laid out (Decided), what it trains with (Run); its
-folder, which is locked by one run at a time, and the same one for all of its ranks; its origin."""
+folder, which is locked by one run at a time, and the same one for all of its ranks."""
 
 import errno
 import fcntl
-import hashlib
 import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import IO
 
 import torch
 
-from memo import __version__
 from memo.checkpoint.checkpoint import Checkpoint, Saver
 from memo.config.config import Config, as_keys
-from memo.config.keys import Keys, shown
+from memo.config.keys import Keys
 from memo.config.layout import Layout
 from memo.data.batch import Data
 from memo.decide.where import Decision
@@ -30,7 +28,7 @@ from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.files import NEW, Json, plain_name, read_text, regular
+from memo.system.files import NEW, plain_name, read_text, regular
 
 LOCK = ".lock"
 
@@ -50,7 +48,7 @@ class Checked:
     one_host: bool  # whether all ranks are on this host
     force: bool  # whether to start although memory lacks
     kernels: Keys  # keys that name those of the run
-    origin: dict[str, object]  # what its numbers come from beside its keys: see code()
+    origin: dict[str, object]  # what its numbers come from beside its keys: see origin.code()
 
 
 @dataclass(kw_only=True)
@@ -180,25 +178,3 @@ def check_shared(out: Path, owner: str) -> None:
         time.sleep(0.5)  # a network file system may show it late
     raise ConfigError(f"out_dir={out} is not the folder that rank 0 writes to; choose one that all hosts "
                       "share")
-
-
-# --- its origin: the same on all ranks; a checkpoint keeps it, a run that resumes says what has changed ---
-
-def code() -> dict[str, str]:
-    """Names this process's code: memo's version, 16 digits of the sha256 of its files, torch's version."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    names = ("memo/**/*.py", "memo/**/*.cpp", "model.py", "train.py")
-    for path in sorted(path for name in names for path in root.glob(name)):
-        digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode() + path.read_bytes())
-    return {"memo": f"{__version__}, sources {digest.hexdigest()[:16]}", "torch": torch.__version__}
-
-
-def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, str]:
-    """Finds {name: both values} of what differs from what it `was`; older data has half a fingerprint."""
-    changed = {}
-    for name, value in now.items():
-        before = was.get(name, value)
-        half = name.endswith(" data") and 16 in (len(value), len(str(before)))
-        if (value[:16] != str(before)[:16]) if half else value != before:
-            changed[name] = f"{name}={shown(value)}, was {shown(before)}"
-    return changed

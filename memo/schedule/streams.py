@@ -124,6 +124,7 @@ class CudaStream(TimedStream):
             works = work(*args)
             if isinstance(works, Works):  # messages, for which a library has a stream of its own
                 works.wait()
+            assert isinstance(works, Works) or self.name != "replicas"
 
     def hold(self, event: Event) -> None:
         if isinstance(event.mark, CudaMark):

@@ -337,5 +337,6 @@ class Optimizer:
         for k in range(len(self.own)):
             self.put(k)
             if k not in self.coming:
-                self.bring_weights(k)
+                if self.staging is not None:
+                    self.bring_weights(k)
                 self.model.mesh.replicas.start_gather(self.parts[k], self.model.bucket_params[k]).wait()

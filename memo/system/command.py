@@ -117,7 +117,10 @@ def answer_early(read: Callable[[list[str]], object], trains: bool = False) -> N
         end_with_reader()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    reads = os.environ.get("WORLD_SIZE", "1") == "1" or {"--help", "-h"} & set(sys.argv)
+    helps = {"--help", "-h"} & set(sys.argv)
+    if helps and os.environ.get("RANK", "0") != "0":
+        sys.exit()
+    reads = os.environ.get("WORLD_SIZE", "1") == "1" or helps
     if reads and (code := run(read)):
         sys.exit(code)
     for number in (signal.SIGINT, signal.SIGTERM):
