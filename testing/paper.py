@@ -21,7 +21,7 @@ GPUS = {name: model["gpus"] for name, model in PAPER["models"].items()}
 # out of it (research/papers/memo_fit.py)
 HOST_BYTES = 1.035e12
 LONG = 65536  # tokens from which a sequence takes more than one GPU: below, MEMO's rows are Megatron-LM's
-SEQUENCES = 16  # of a step: MEMO 5.1, a global batch of 16
+SEQUENCES = 16  # of a step: by the wall-clock of MEMO's Table 3, which nowhere says it
 
 
 def paper_config(model: str, S: int, **keys: Any) -> Config:

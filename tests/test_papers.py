@@ -2,20 +2,45 @@
 say of it: test_claims.py."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from research.papers.facts import TEXTS, missing
+from testing.paper import PAPER
+
 ROOT = Path(__file__).parents[1]
 MEMO, METP = (json.loads((ROOT / f"bench/results/papers/{paper}.json").read_text())
               for paper in ("memo", "metp"))
 
 
+@pytest.mark.parametrize("paper", TEXTS)
+def test_the_facts_are_in_the_papers_texts(paper):
+    """$PAPERS: the folder of the texts, which are no part of the repository."""
+    if "PAPERS" not in os.environ:
+        pytest.skip("PAPERS=none must be the folder of the papers' texts")
+    facts, names = TEXTS[paper]
+    text = "\n".join((Path(os.environ["PAPERS"]) / name).read_text() for name in names)
+    assert missing(facts, text)[0] == []
+
+
+def test_a_wrong_fact_is_found():
+    """In a text that has some of them: a changed cell, cells in another order, what should be absent."""
+    facts = dict(table5={"393216": PAPER["table5"]["mfu_percent"]["393216"]}, absent=["batch size"],
+                 places={"table5": ["Sequence Length |", 400]})
+    row = "Sequence Length | 384K | 52.09% | 52.31% | 52.45% | 52.58% | 53.04%" + " | ✗oohm" * 4
+    assert missing(facts, row) == ([], 10)
+    assert len(missing(facts, row.replace("52.45", "52.54"))[0]) == 1
+    assert len(missing(facts, row.replace("52.31% | 52.45%", "52.45% | 52.31%"))[0]) == 1
+    assert len(missing(facts, row + " batch size")[0]) == 1
+
+
 @pytest.mark.slow
 def test_what_is_committed_is_found_again():
-    parts = ["memo.averages", "memo.table4", "memo.table5", "sppo.table3", "sppo.figure7"]
+    parts = ["memo.averages", "memo.table4", "memo.table5", "sppo.table3"]
     done = subprocess.run([sys.executable, "-m", "research.papers", "--check", *parts], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -24,10 +49,8 @@ def test_what_is_committed_is_found_again():
 def test_the_dry_run_is_as_near_as_it_should_be():
     off, totals = MEMO["table3"]["off"], MEMO["rivals"]["totals"]
     long, short = off["all, from 64K on"], off["all, 4K to 32K"]
-    assert long["mean"] <= 1 and long["worst"] <= 3 and short["mean"] <= 4
-    of_the_fit = {group: (mean, worst) for group, mean, worst, *_ in MEMO["fit"]["tables"][1][1]}
-    assert all(mean <= 1 and worst <= 3 for group, (mean, worst) in of_the_fit.items() if "64K" in group)
-    assert totals["cells"] == 96 and totals["agree"] >= 0.8 * totals["cells"]
+    assert long["mean"] <= 1 and long["worst"] <= 3.5 and short["mean"] <= 4  # of all four models
+    assert totals["cells"] == 128 and totals["agree"] >= 0.8 * totals["cells"]
     assert totals["strictly"] >= 0.9 * totals["pairs"]
 
 

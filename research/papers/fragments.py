@@ -18,7 +18,7 @@ from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.run.rehearsal import FakeArena
 from memo.system.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, machine
 from research.caching import SimulatedOutOfMemory, simulate_caching
-from research.papers.page import SIMULATED, Part
+from research.papers.page import SIMULATED, Part, thousands
 from testing.paper import PAPER
 
 LAYERS, C, HEADS, V, TP, CP, BF16 = 32, 4096, 32, 50304, 4, 2, 2
@@ -192,23 +192,18 @@ def make():
     states = numel * (2 + 4 + 12 // CP)
     room = node.memory_bytes - CONTEXT_BYTES - 3 * COMMUNICATOR_BYTES
     rows = [row(S, room, states) for S in PAPER["table4"]["seq_tokens"]]
-    head = ["", "allocated, GiB", "reserved", "gap", "planned", "least room", "reorganised in it",
-            "on an A800", "planned, on it"]
+    head = ["", "allocated, GiB", "/reserved", "/gap", "/planned", "least room", "/reorganised in it",
+            "reorganised on an A800", "/planned"]
+    facts, count = PAPER["figure1"], PAPER["section52"]["reorganisations"]
+    gap = next(one[3] for one in rows if one[0] == thousands(facts["gap_seq_tokens"]))
     return dict(tables=[(head, rows)], room_gib=round((room - states) / 2**30, 1), notes=[
-        f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests, "
-        "first on a device without end, then in the least room, then on an A800. The allocator reserves a "
-        "fifth more than is allocated: the paper's gap of 4 GB lies between 256K and 384K, but the facts at "
-        "hand do not say at which length it was. A plan takes what is allocated. \"Least room\": with less "
-        "the allocator finds none, though a plan would. Reorganisations: all free blocks given back, and "
-        "asked for anew.",
-        "With a plan 640K fits on the A800 and 768K does not, as in the paper's Table 4. Without one the "
-        "allocator reorganises at 640K; the paper's ran out of memory from 512K on. This is the plan of "
-        "Megatron-LM's requests; Table 4's \"planned, here\" is memo itself, which needs less and fits at "
-        "768K.",
-        "The paper's 6 and 16 reorganisations are not repeated: each step asks for the same bytes in the "
-        "same order, so that blocks that were freed once fit all later steps, and one reorganisation is "
-        "enough. The trace has no lengths that vary, no workspaces of kernels and no second stream: which of "
-        "these made the paper's, nothing here tells."])
+        f"{STEPS} steps of one sequence beside {states / 2**30:.1f} GiB of states, from traced requests: on "
+        f"a device without end, in the least room, on an A800. At {thousands(facts['gap_seq_tokens'])} the "
+        f"paper's gap is above {facts['gap_bytes'] / 1e9:g} GB, here {gap} GiB. With a plan 640K fits and "
+        "768K does not, as in Table 4; without, the paper ends at 512K, here later. Its "
+        f"{' and '.join(map(str, count.values()))} reorganisations a step at 128K and 256K are not repeated: "
+        "each step asks for the same bytes in the same order, without lengths that vary, workspaces of "
+        "kernels or a second stream."])
 
 
 PAPERS_ENDS = {"full_recompute": "out of memory in the paper, no plan",
@@ -234,7 +229,4 @@ def draw(facts, path):
     plt.close(fig)
 
 
-PART = Part("Figure 1 (left): fragments", "MEMO's figure 1 and Table 4, first row", SIMULATED, make, draw,
-            "Temporary tensors and activations of a step of Megatron-LM's 7B, tp4 cp2, full recompute: what "
-            "is allocated, what torch's allocator reserves, what a plan takes. Simulated; orange: where the "
-            "paper's system ran out of memory (Table 4).")
+PART = Part("Figure 1 (left): fragments", SIMULATED, make, draw)

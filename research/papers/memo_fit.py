@@ -1,8 +1,7 @@
-"""What is fitted to MEMO's 7B rows: three speeds of the A800, PCIe's rate, the host memory; and a speed of
-products by their rows, which the dry run does not have."""
+"""What is fitted to MEMO's 7B rows: three speeds of the A800, PCIe's rate, the host memory."""
 
 from dataclasses import replace
-from math import ceil, inf, log2
+from math import ceil, log2
 
 from scipy.optimize import least_squares
 
@@ -11,61 +10,21 @@ from memo.estimate.arena import ArenaBytes, fast_arena
 from memo.estimate.budget import estimate
 from memo.system import hardware
 from memo.system.hardware import Speeds
-from research.papers.page import DRY, Part, off, thousands
-from research.papers.rivals import A800, MODELS
-from testing.paper import (
-    HOST_BYTES,
-    LONG,
-    PAPER,
-    SEQUENCES,
-    of_that_width,
-    paper_config,
-    rows_of_table3,
-)
+from research.papers.page import DRY, Part
+from research.papers.rivals import A800
+from testing.paper import HOST_BYTES, LONG, PAPER, paper_config, rows_of_table3
 
 T4, T5 = PAPER["table4"], PAPER["table5"]
+FITTED = [*T5["mfu_percent"]][:3]  # its lengths that the fit has seen
 SHORT, FROM_64K = "4K to 32K", "from 64K on"
 NODE_BYTES, BF16 = A800.node.host_memory_bytes, 2
 PCIE = [n * 1e8 for n in range(80, 131)]  # bytes per second of a GPU that are tried
 
 
-def with_speeds(flops_per_s):
-    """The A800 with other speeds of some operations."""
-    known = A800.speeds
-    table = known.table | {op: [(1, speed)] for op, speed in flops_per_s.items()}
-    return replace(A800, speeds=Speeds(table, known.overhead_s))
-
-
 def with_parts(parts):
     """The A800 with {operation: part of its peak} as speeds."""
-    return with_speeds({op: part * A800.peak_flops_per_s for op, part in parts.items()})
-
-
-# --- Table 3 ---
-
-def cells_that_ran():
-    """{(model, tokens): (the paper's MFU in percent, the Estimates in its width that fit)}"""
-    return {(model, S): (paper, [got for got in of_that_width(model, S) if got.fits]) for model in MODELS
-            for S, paper in rows_of_table3(model).items() if not isinstance(paper, str)}
-
-
-def with_mfu(cells, mfu_of, models=MODELS):
-    """{(model, tokens): (the paper's, ours)} of cells_that_ran(), by mfu_of(Estimate) in percent."""
-    return {cell: (paper, max(map(mfu_of, every))) for cell, (paper, every) in cells.items()
-            if cell[0] in models}
-
-
-def gap(found, models, length):
-    """off() of some of with_mfu()."""
-    return off([pair for (model, S), pair in found.items() if model in models
-                and (S < LONG) == (length == SHORT)])
-
-
-def both_gaps(both, groups):
-    """Lines of how far each of two with_mfu() is off, for each of [(models, length)]."""
-    return [[f"{', '.join(models)}, {length}", *(gap(found, models, length)[what] for found in both
-                                                 for what in ("mean", "worst"))]
-            for models, length in groups]
+    table = {op: [(1, part * A800.peak_flops_per_s)] for op, part in parts.items()}
+    return replace(A800, speeds=Speeds(A800.speeds.table | table, A800.speeds.overhead_s))
 
 
 # --- the five figures ---
@@ -81,8 +40,8 @@ def cells_of_speeds():
 
 def cells_of_table5():
     """[(cfg, the paper's cell)]: the host memory is set to those that ran out of it, PCIe to the best."""
-    return [(paper_config("7B", int(S), alpha=alpha), cell) for S, every in T5["mfu_percent"].items()
-            for alpha, cell in zip(T5["alpha"], every, strict=True)]
+    return [(paper_config("7B", int(S), alpha=alpha), cell) for S in FITTED
+            for alpha, cell in zip(T5["alpha"], T5["mfu_percent"][S], strict=True)]
 
 
 def fitted_speeds(cells):
@@ -111,7 +70,7 @@ def rates_with_papers_best():
     def right(rate):
         machine = replace(A800, node=replace(A800.node, pcie_bytes_per_s=rate))
         return all(eighths(estimate(paper_config("7B", int(S)), machine, 8, fast_arena)) == papers_best(S)
-                   for S in T5["mfu_percent"])
+                   for S in FITTED)
     return [rate for rate in PCIE if right(rate)]
 
 
@@ -136,76 +95,26 @@ def in_blocks(cfg):
 
 
 def fit():
-    """The figures that are fitted, beside what Table 5's cells would make of the speeds, and how far both
-    are off."""
+    """The figures that are fitted, beside what Table 5's cells would make of the speeds."""
     ran, more = ([(cfg, cell) for cfg, cell in every if not isinstance(cell, str)]
                  for every in (cells_of_speeds(), cells_of_table5()))
-    found, other, cells = fitted_speeds(ran), fitted_speeds(ran + more), cells_that_ran()
+    found, other = fitted_speeds(ran), fitted_speeds(ran + more)
     assert found == hardware.AMPERE, f"memo/system/hardware.py uses {hardware.AMPERE}, the fit is {found}"
-    both = [with_mfu(cells, lambda got, on=on: 100 * got.on(on, fast_arena).mfu)
-            for on in (A800, with_parts(other))]
-    offs = both_gaps(both, [([model], length) for model in MODELS for length in (SHORT, FROM_64K)])
     rates, (least, most) = rates_with_papers_best(), hosts_with_papers_cells()
     pcie = A800.node.pcie_bytes_per_s
     assert pcie in rates and least < HOST_BYTES <= most
     blocks = [(in_blocks(cfg) > NODE_BYTES) == failed for cfg, failed in host_cells()]
-    return dict(tables=[(["part of the GPU's peak", "the fit", "Table 5 too"],
+    return dict(tables=[(["part of the GPU's peak", "the fit", "/Table 5 too"],
                          [[op, part, other[op]] for op, part in found.items()]),
-                        (["points off Table 3", "the fit: mean", "worst", "Table 5 too: mean", "worst"],
-                         offs),
-                        (["set by hand", "used", "from", "to"],
+                        (["set by hand", "used", "from", "/to"],
                          [["PCIe, GB/s of a GPU", pcie / 1e9, rates[0] / 1e9, rates[-1] / 1e9],
                           ["host memory of a node, TB", HOST_BYTES / 1e12, round(least / 1e12, 3),
                            round(most / 1e12, 3)]])], notes=[
-        f"Five figures are fitted. The three speeds: least squares over the {len(ran)} cells of 7B that ran "
-        f"in Table 3 from 64K on and, with the plan, in Table 4, {SEQUENCES} sequences a step, to three "
-        "digits. Table 5 is not among them: where its copies do not hide, PCIe's rate is in its MFU. The "
-        f"columns \"Table 5 too\" are the fit with the {len(more)} cells of it that ran.",
-        "Two are set by hand: PCIe to Table 5's best alphas, and the part of 2 TB of host memory that can be "
-        "used, to the cells of Tables 4 and 5 that ran out of it. Anywhere in their ranges, PCIe in steps of "
-        "0.1, all of these come out as in the paper. In torch's own cache, "
-        "blocks of a power of two for each tensor, with all of 2 TB and nothing fitted, "
-        f"{sum(blocks)} of {len(blocks)} of these cells run out of host memory, or not, as in the paper."])
+        f"Speeds: least squares over the {len(ran)} cells of 7B that ran in Table 3 from 64K on and, with "
+        f"the plan, in Table 4 (\"Table 5 too\": {len(more)} more). By hand: PCIe to Table 5's best alphas, "
+        "the host memory to the cells of Tables 4 and 5 that ran out of it; anywhere in the ranges these "
+        f"come out as in the paper. Half of 2 TB is what blocks of a power of two leave: so {sum(blocks)} of "
+        f"{len(blocks)} of these cells end as in the paper with nothing fitted."])
 
 
-# --- products by their rows, which the dry run does not have ---
-
-def by_rows(got, half):
-    """MFU in percent of an Estimate, if products of n rows had n/(n + half) of their speed."""
-    n = got.cfg.batch_size * got.cfg.block_size // got.cfg.cp
-    slower = with_speeds({"matmul": A800.speeds.rate("matmul") * n / (n + half)})
-    return 100 * got.on(slower, fast_arena).mfu
-
-
-def products():
-    """Table 3 in its width with such a speed, whose `half` is fitted to 7B's rows."""
-    cells = cells_that_ran()
-
-    def found(half, models=MODELS):
-        return with_mfu(cells, lambda got: by_rows(got, half), models)
-
-    def misses(x):
-        return [ours - paper for paper, ours in found(x[0], ["7B"]).values()]
-    half = int(least_squares(misses, [500.0], bounds=(0, inf), diff_step=0.05).x[0])
-    both = found(0), found(half)
-    rows = [[thousands(S), *(value for model in MODELS for value in (
-        both[0][model, S][0], *(round(mine[model, S][1], 1) for mine in both)))]
-        for S in rows_of_table3("7B") if S < LONG]
-    offs = both_gaps(both, [(models, length) for models in [*([model] for model in MODELS), MODELS[1:]]
-                            for length in (SHORT, FROM_64K)])
-    alone = estimate(paper_config("7B", 4096, tp=1, cp=1), A800, 8, fast_arena)
-    fitted, others = ([gap(mine, models, SHORT)["mean"] for mine in both] for models in (["7B"], MODELS[1:]))
-    assert others[1] > others[0], "speeds by rows are better: use them"
-    return dict(tables=[
-        (["", *(column for model in MODELS for column in (f"{model}, paper", "one speed", "by rows"))], rows),
-        (["points off", "one speed: mean", "worst", "by rows: mean", "worst"], offs)], half=half, notes=[
-        f"If products of n rows, a micro batch's of all tp ranks, had n/(n + {half}) of their speed, fitted "
-        f"to 7B's {sum(model == '7B' for model, _ in cells)} rows alone, 7B's own short rows would be "
-        f"{fitted[1]} points off in the mean instead of {fitted[0]}. Those of 13B and 30B, "
-        f"which the fit has not seen, would be {others[1]} off instead of {others[0]}: so "
-        "this is left out of the dry run. 7B at 4K without tp, which the search finds, would have "
-        f"{by_rows(alone, half):.1f}% instead of {100 * alone.mfu:.1f}; the paper has {rows[0][1]}."])
-
-
-PARTS = {"fit": Part("The fit", "fitted to MEMO's 7B rows", DRY, fit),
-         "products": Part("Products by their rows", "MEMO's Table 3", DRY, products)}
+PARTS = {"fit": Part("The fit", DRY, fit)}

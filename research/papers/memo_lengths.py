@@ -16,6 +16,7 @@ from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
 from memo.system.hardware import GIB
 from research.baselines import DEEPSPEED, MEGATRON
 from research.baselines import longest as longest_rival
+from research.papers import memo_fit
 from research.papers.page import DRY, MILLION, Part, cell, points, thousands
 from research.papers.rivals import A800, of_rival
 from testing.paper import PAPER, SEQUENCES, of_that_width, paper_config
@@ -29,51 +30,46 @@ def in_its_width(model, S, world=0):
                key=lambda got: (got.fits, got.mfu if got.fits else -got.device_bytes))
 
 
-def of_a_layer(S):
-    """Seconds of a layer of 7B on a rank: (forward, attention's kernel in it, offload of all that it
-    keeps)."""
-    cfg = Layout.of(paper_config("7B", S))
+def of_a_layer(S, **keys):
+    """Seconds of a layer of 7B on a rank: (forward, attention's kernel in it, offload of all that it keeps);
+    and the part of attention's output in those bytes."""
+    cfg = Layout.of(paper_config("7B", S, **keys))
     layer, node = modelled_rates(cfg, A800, BF16), A800.node
-    nbytes = sum(t.nbytes for t in tensors_of(cfg, BF16).values())
-    kernels_s = total(own_kernels(layer.units[0].unit, "forward"))
-    return layer.forward_s, kernels_s, nbytes / node.pcie_bytes_per_s
+    sizes = {name: t.nbytes for name, t in tensors_of(cfg, BF16).items()}
+    nbytes, kernels_s = sum(sizes.values()), total(own_kernels(layer.units[0].unit, "forward"))
+    return layer.forward_s, kernels_s, nbytes / node.pcie_bytes_per_s, sizes["attn_out"] / nbytes
 
 
 def figure6():
-    rows, lengths = [], [2**k * 1024 for k in range(4, 11)] + [n * 65536 for n in (3, 5, 6)]
+    rows, lengths = [], [2**k * 1024 for k in range(4, 11)] + [n * 65536 for n in (3, 9)]
     for S in sorted(lengths):
-        forward, attention, offload = of_a_layer(S)
+        forward, attention, offload, _ = of_a_layer(S)
         rows.append([thousands(S), *(round(1e3 * s, 1) for s in (
             forward, attention, forward - attention, offload))])
 
-    def crossing(which):
+    def crossing(which, **keys):
         """The least multiple of 1,024 tokens with which the offload is no longer than the forward, or than
         attention."""
-        return next(n for n in range(16, 1024) if of_a_layer(1024 * n)[which] >= of_a_layer(1024 * n)[2])
-    layer, attention = crossing(0), crossing(1)
-    head = ["", "a layer's forward, ms", "attention's kernel", "all else", "offload of all of it"]
-    return dict(tables=[(head, rows)], crossing=[layer, attention], notes=[
-        f"7B, tp4 cp2: the offload of a whole layer hides behind a layer's forward from {layer}K on, "
-        f"behind attention alone from {attention}K on. The paper's Table 5 has it between 192K, where "
-        "alpha = 0.75 is best, and 256K, where 1 is. PCIe's rate is [set](#the-fit) to these alphas, so that "
-        "the crossing is in part what was fitted."])
-
-
-def draw_figure6(facts, path):
-    fig, ax = plt.subplots(figsize=(8, 4.6), dpi=110, layout="constrained")
-    head, rows = facts["tables"][0]
-    tokens = [int(row[0][:-1]) for row in rows]
-    for column, style, colour in ((1, "o-", BLUE), (2, "s--", PALE), (3, ":", GREY), (4, "^-", GREEN)):
-        ax.plot(tokens, [row[column] for row in rows], style, color=colour,
-                label=head[column].removesuffix(", ms"))
-    ax.axvspan(192, 256, color=ORANGE, alpha=0.25, lw=0, label="the paper's crossing, by its Table 5")
-    ax.set(xscale="log", yscale="log", xlabel="context, K tokens", ylabel="ms of a layer on a rank",
-           xticks=[16, 64, 256, 1024], xticklabels=["16", "64", "256", "1024"])
-    ax.minorticks_off()
-    ax.legend(frameon=False)
-    plain(ax)
-    fig.savefig(path)
-    plt.close(fig)
+        return next(n for n in range(16, 1024)
+                    if (of := of_a_layer(1024 * n, **keys))[which] >= of[2])
+    facts, eight = PAPER["figure1"], dict(tp=PAPER["figure1"]["hides_tp"], cp=1)
+    layer, attention, at_tp8 = crossing(0), crossing(1), crossing(0, **eight)
+    forward, _, offload, _ = of_a_layer(facts["hides_from_tokens"], **eight)
+    shares = PAPER["figure6"]
+    whole, kernels, _, output = of_a_layer(S := shares["attention_from_tokens"])
+    rates = memo_fit.rates_with_papers_best()
+    part = kernels / whole
+    head = ["", "a layer's forward, ms", "/attention's kernel", "/all else", "offload of all of it"]
+    told = [["copies hide from, tp8", thousands(facts["hides_from_tokens"]), f"{at_tp8}K"],
+            [f"attention's part, {thousands(S)}", f"{shares['attention_part']:.0%}", f"{part:.1%}"],
+            ["its output's part of what is kept", f"{shares['attention_output_part']:.2%}", f"{output:.2%}"]]
+    return dict(tables=[(head, rows), (["printed", "paper", "/here"], told)],
+                crossing=[layer, attention, at_tp8], notes=[
+        f"7B, tp4 cp2: a layer's offload hides behind its forward from {layer}K on, behind attention alone "
+        f"from {attention}K on; the paper's Table 5 has it between 192K and 256K, which PCIe's rate is "
+        "[set](#the-fit) to. The two do not agree: with tp8 192K would need "
+        f"{offload / forward * A800.node.pcie_bytes_per_s / 1e9:.1f} GB/s, and Table 5's best alphas allow "
+        f"{rates[0] / 1e9:g} to {rates[-1] / 1e9:g}."])
 
 
 WORLDS = 8, 16, 32, 64
@@ -116,15 +112,15 @@ def figure11ab():
                           for world in (16, 32))
     head = ["model", "GPUs", "paper", "method", "MFU", "repeats", "MFU", "layout", "Megatron-LM",
             "DeepSpeed", "DeepSpeed, paper"]
-    return dict(tables=[(head, rows)], notes=[
-        "Longest contexts in units of 2^20 tokens, MFU in percent. \"Method\": the paper's, all "
-        "attention outputs are kept; \"repeats\": memo may keep a layer's input alone where the host is "
-        "full. Its width of tp, the rest cp. The rivals are [models](baselines.md) that lose nothing to "
-        "fragments.",
-        f"65B: of a device's {A800.memory_bytes / GIB:.1f} GiB parameters, gradients and optimizer take "
-        f"{states} with tp8. The rivals share them among more ranks: ZeRO-3 among all, Megatron-LM with tp16 "
-        "and stages. So does memo with `--states=sharded`; beside the same tp8, keeping all attention "
-        f"outputs: {sharded}."])
+    shown = [[*row[:4], row[4], row[5], row[6], row[8], row[10], row[9]] for row in rows
+             if row[0] == "7B" or row[1] == WORLDS[-1]]
+    short = ["model", "GPUs", "paper", "/method", "MFU", "repeats", "/MFU", "Megatron-LM", "DeepSpeed, paper",
+             "/here"]
+    return dict(tables=[(head, rows), (short, shown)], hidden=[0], notes=[
+        "Units of 2^20 tokens. \"Method\": the paper's, all attention outputs are kept; \"repeats\": memo "
+        "may keep a layer's input alone where the host is full. Printed besides: MFU above 50%; "
+        f"Megatron-LM's points are only drawn. 65B: {states} of {A800.memory_bytes / GIB:.1f} GiB are states "
+        f"with tp8; with `--states=sharded`: {sharded}."])
 
 
 def draw_figure11ab(facts, path):
@@ -149,19 +145,14 @@ def draw_figure11ab(facts, path):
 
 
 def figure11c():
-    rows = []
-    for millions in range(1, 9):
-        same = in_its_width("7B", millions * MILLION, 64)
-        rows.append([millions, cell(same), layout_of(same), same.binds])
-    return dict(tables=[(["M tokens (2^20)", "MFU, %", "layout", "bound by"], rows)], notes=[
-        "7B on 64 GPUs. The paper's points are not among the facts at hand; it ran up to 8M."])
+    every = [in_its_width("7B", millions * MILLION, 64) for millions in range(1, 9)]
+    full = next(n for n, got in enumerate(every, 1) if got.binds == "host memory")
+    return dict(tables=[(["M tokens (2^20)", *map(str, range(1, 9))], [["MFU", *map(cell, every)]])],
+                layouts=[layout_of(got) for got in every], notes=[
+        f"Printed: above 50% from 1M to 8M; the points are only drawn. From {full}M on host memory binds."])
 
 
 PARTS = {
-    "figure6": Part("Figures 1 (right) and 6: computing and copying", "MEMO's figures 1 and 6", DRY, figure6,
-                    draw_figure6, "Milliseconds of a layer of 7B on a rank against context: dry runs. "
-                                  "Orange: where the paper's copies begin to hide."),
-    "figure11ab": Part("Figure 11a, b: longest contexts", "MEMO's figure 11a, b", DRY, figure11ab,
-                       draw_figure11ab, "Longest context and its MFU against GPUs. Orange: the paper's, "
-                                        "others: dry runs."),
-    "figure11c": Part("Figure 11c: 7B on 64 GPUs", "MEMO's figure 11c", DRY, figure11c)}
+    "figure6": Part("Figures 1 (right) and 6: computing and copying", DRY, figure6),
+    "figure11ab": Part("Figure 11a, b: longest contexts", DRY, figure11ab, draw_figure11ab),
+    "figure11c": Part("Figure 11c: 7B on 64 GPUs", DRY, figure11c)}

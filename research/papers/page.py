@@ -1,6 +1,7 @@
 """The page research/papers.md and its parts: what a part is, how its facts become Markdown."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from textwrap import fill
@@ -18,16 +19,14 @@ def nothing() -> None:
 
 
 class Part(NamedTuple):
-    """A table or a figure. `source`: what it is in the paper; `how`: DRY, ...; make() -> its facts, as JSON
-    holds them: `tables`, [(head, rows)], `notes`, and what `draw`(facts, path) wants, which writes the
-    picture that `caption` is of. `check`() raises ConfigError where something is missing that it needs."""
+    """A table or a figure. `how`: DRY, ...; make() -> its facts, as JSON holds them: `tables`, [(head,
+    rows)], `hidden`, which of them are not on the page, `notes`, and what `draw`(facts, path) wants, which
+    writes a picture. `check()` raises ConfigError where something is missing that it needs."""
 
     title: str
-    source: str
     how: str
     make: Callable[[], Facts]
     draw: Callable[[Facts, Path], None] | None = None
-    caption: str = ""
     check: Callable[[], None] = nothing
 
 
@@ -58,7 +57,7 @@ def off(pairs: list[tuple[Any, Any]]) -> Facts:
                 only_ours_fails=failed.count((False, True)))
 
 
-OFF_HEAD = ["points off", "cells", "mean", "worst", "fail in both", "in the paper alone", "here alone"]
+OFF_HEAD = ["points off", "cells", "/mean", "/worst", "fail in both", "/paper", "/here alone"]
 
 
 def off_row(name: str, pairs: list[tuple[Any, Any]]) -> list:
@@ -67,7 +66,7 @@ def off_row(name: str, pairs: list[tuple[Any, Any]]) -> list:
 
 # --- Markdown ---
 
-def shown(value: Any, digits: int) -> str:
+def as_text(value: Any, digits: int) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -78,11 +77,16 @@ def shown(value: Any, digits: int) -> str:
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """Markdown; the floats of a column have equally many digits behind the point."""
+    """Markdown; the floats of a column have equally many digits behind the point. A column "/name" stands
+    in the one before it."""
     digits = [max(len(str(value).partition(".")[2]) if isinstance(value, float) else 0 for value in column)
               for column in zip(*rows, strict=True)]
-    lines = [head, ["---"] * len(head), *([*map(shown, row, digits)] for row in rows)]
-    return "".join("|" + "".join(f" {text} |" if text else " |" for text in line) + "\n" for line in lines)
+    lines = [[*head], *([*map(as_text, row, digits)] for row in rows)]
+    for line, at in product(lines, [at for at in reversed(range(len(head))) if head[at].startswith("/")]):
+        pair = line[at - 1:at + 1]
+        line[at - 1:at + 1] = ["/".join(text.strip("/") or "-" for text in pair) if any(pair) else ""]
+    made = ["|" + "".join(f" {text} |" if text else " |" for text in line) + "\n" for line in lines]
+    return "".join([made[0], "|" + "---|" * len(lines[0]) + "\n", *made[1:]])
 
 
 def filled(text: str) -> str:
@@ -93,11 +97,11 @@ def filled(text: str) -> str:
 
 
 def section(name: str, part: Part, facts: Facts) -> str:
-    source = filled(f"*{part.source}; here: {part.how}, `python -m research.papers {name}`.*")
-    picture = f"![{part.title}](../bench/results/papers/{name.replace('.', '_')}.png)\n"
-    return "\n".join([f"### {part.title}\n", source, *(table(head, rows) for head, rows in facts["tables"]),
-                      *map(filled, facts.get("notes", ())),
-                      *([picture, filled(f"*{part.caption}*")] if part.draw else [])])
+    picture = f"![{name}](../bench/results/papers/{name.replace('.', '_')}.png)\n"
+    shown = [one for at, one in enumerate(facts["tables"]) if at not in facts.get("hidden", ())]
+    return "\n".join([f"### {part.title}\n", filled(f"*{part.how}, `{name}`.*"),
+                      *(table(head, rows) for head, rows in shown), *map(filled, facts.get("notes", ())),
+                      *([picture] if part.draw else [])])
 
 
 def page(papers: dict[str, Any], found: dict[str, Facts]) -> str:
@@ -115,23 +119,15 @@ INTRODUCTION = """# The papers beside memo
 
 <!-- written by research/papers; change that, then `make papers` -->
 
-Tables and figures of the three papers that memo implements, as far as arithmetic, a trace, a simulation or a
-CPU can repeat them. `make papers` writes this page, its pictures and `bench/results/papers/` anew. **No GPU
-has run memo**, so each part says how its figures came about:
+Tables and figures of the three papers that memo implements, as far as arithmetic or a CPU can repeat them.
+**No GPU has run memo**: *dry run* is the arithmetic of [memo.estimate](../docs/estimate.md) on the paper's
+hardware, with five figures [fitted](#the-fit) to MEMO's 7B rows; *simulated* are rules played through;
+*counted* bytes or elements of a traced layer; *measured on the CPU* small runs.
 
-- *dry run*: the arithmetic of [memo.estimate](../docs/estimate.md), on the hardware that the paper names.
-  Five of its figures are [fitted](#the-fit) to MEMO's 7B rows alone: three speeds of the A800, which the A100
-  has too, PCIe's rate and the host memory of MEMO's nodes;
-- *simulated*: rules played through, as of a schedule or of torch's allocator;
-- *counted*: bytes or elements that a traced layer asks for or sends;
-- *measured on the CPU*: computed here, small.
-
-The papers' own figures are measured on their GPUs; here they stand in columns named "paper" or "published",
-and are orange in the pictures. "The facts at hand" are what [testing/](../testing/paper.py) holds of the
-papers. "oom" and "oohm": out of device or host memory. What only GPUs could show (speeds, curves of large
-models, stalls of the allocator) is not here.
-
-Made again, the page is the same, with these exceptions. What is measured has other last digits with another
-CPU or torch, and MEMO's Figure 11d another dataset, which is Python's own library, with another Python. The
-plans of MEMO's Figure 1 and METP's Figure 6 are those of a solver with a time limit.
+A column "x/y" has several figures in a cell; "paper/here": the paper's, then memo's. "oom", "oohm": out of
+device or host memory. MFU and points are percent. Orange in pictures: the paper. Its figures are in
+[testing/](../testing/paper.py); `python -m research.papers.facts FOLDER` finds each in the papers' texts, and
+that what is called missing is. "Only drawn": no text prints it. `make papers` makes all anew, `python -m
+research.papers memo.table3` one part; last digits of what is measured, Figure 11d's data and plans within a
+time limit (MEMO's Figure 1, METP's 6) may differ elsewhere.
 """

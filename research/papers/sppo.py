@@ -1,116 +1,125 @@
 """SPPO (arXiv 2503.10377) beside memo: who helps whom, its activations, the speed of subsequences; sizes and
 ratios are in sppo_sizes.py, its configurations in sppo_speed.py."""
 
-import matplotlib.pyplot as plt
+from math import ceil
 
-from memo.config.formulas import layer_forward_flops
+from memo.config.formulas import layer_forward_flops, parameters
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.msp import helped_units
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import estimate
 from memo.estimate.unit_seconds import modelled_rates
-from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, plain
+from memo.system.hardware import GIB
 from research.papers import sppo_sizes, sppo_speed
 from research.papers.page import COUNTED, DRY, SIMULATED, Part
 from research.papers.sppo_speed import gpus, sppo_config
 from testing.paper import SPPO
 
 NAME = "SPPO"
-ABOUT = """arXiv 2503.10377. A100 of 80 GB, eight a node with 2 TB and four links of 200 Gb/s, 12.5 GB/s for
-each GPU's copies, subsequences of equal FLOPs, 16 sequences a step, states on the device (65B at a million
-tokens: the optimizer on the host). """
+ABOUT = """arXiv 2503.10377. Nodes of eight A100 of 80 GB, 2 TB and four links of 200 Gb/s, 12.5 GB/s for
+each GPU's copies; states on the device (65B at a million tokens: the optimizer on the host). The text has no
+MFU and no batch ("MFU", "global batch", "batch size of"); its section 3.1 argues from one micro batch. memo
+runs 16 sequences a step. """
 BF16 = 2
 
 
 def kept():
     """The tensors of a layer in units of B S H elements, and what becomes of each."""
-    cfg = sppo_config("65B", 8, 1, 131072, 8)
+    cfg, told = sppo_config("65B", 8, 1, 131072, 8), SPPO["elsewhere"]
     unit = cfg.block_size * cfg.n_embd * BF16
-    tensors = layer_of(cfg).tensors(1, cfg.block_size, BF16)
-    rows = [[name, round(t.nbytes / unit, 2), "stays: read by all later subsequences" if name in KEYS_VALUES
-             else "goes to the host as far as its copy hides, else stays"] for name, t in tensors.items()]
-    stays = sum(row[1] for row in rows if row[0] in KEYS_VALUES)
-    return dict(tables=[(["tensor", "units of B S H", "in SPPO's form"], rows)], stays=stays, notes=[
-        f"A GPT's layer. On the device stay {stays:g} units of it, as many as the paper counts for keys and "
-        f"values. The backward adds their gradients, here in fp32: {2 * stays:g} units. The paper's Table 2 "
-        "is not among the facts at hand; this is what its section 5.2 says, for each of memo's tensors."])
+    units = {name: t.nbytes / unit for name, t in layer_of(cfg).tensors(1, cfg.block_size, BF16).items()}
+    stays = sum(units[name] for name in KEYS_VALUES)
+    goes = sum(units.values()) - stays
+    rows = [["keys and values, which stay", told["kept_bsh"], round(BF16 * stays, 2)],
+            ["all else, which may leave", told["offloaded_bsh"], round(BF16 * goes, 2)]]
+    return dict(tables=[(["BSH bytes of a layer", "paper", "/here"], rows)], stays=stays, notes=[
+        f"Two tensors in bf16 are {BF16 * stays:g} bytes: the printed {told['kept_bsh']} is of elements, so "
+        f"the printed bytes contradict themselves. MEMO counts {16 * BF16} bytes in all, as memo does but "
+        "for attention's statistics. The backward adds gradients of keys and values, in fp32."])
+
+
+def table2():
+    """Bytes of a model and of its activations by memo's count: 18 bytes a parameter, 16 units a token."""
+    rows, tokens, told, room = [], SPPO["table2"]["tokens"], SPPO["elsewhere"], 80
+    for model in SPPO["models"]:
+        *_, states, activations, least = SPPO["table2"][model]
+        cfg = sppo_config(model, 1, 1, tokens, 1)
+        here = 18 * parameters(cfg) / 1e9, 16 * cfg.n_layer * cfg.n_embd * tokens * BF16 / GIB
+        rows.append([model, states, round(here[0]), activations, round(here[1]), f"{least}+",
+                     ceil(sum(here) * GIB / 1e9 / room)])
+    hours = []
+    for world, pp in sppo_speed.STAGES.items():
+        cfg = sppo_config("7B", 8, pp, SPPO["max_tokens"]["gpus"][str(world)], "auto", activation="swap")
+        hours.append(f"{1e9 / estimate(cfg, gpus(world), world, fast_arena).tgs / world / 3600:.0f}")
+    head = ["4M tokens", "model, GB, paper", "/here", "activations, paper", "/here", "GPUs, paper", "/here"]
+    return dict(tables=[(head, rows)], notes=[
+        f"Here: 18 bytes a parameter, 16 units a token, and GPUs of {room} GB that hold both. 7B and 65B are "
+        "16 units to the GB; 13B is printed with about twice that, and 7B's GPUs are more than twice what "
+        f"the bytes need. Nor do these go together: {told['activation_gb_7b_4m']:,} GB on "
+        f"{told['gpus_7b_4m']} GPUs (section 1), which have {room * told['gpus_7b_4m']:,}; 65B at 1M with "
+        f"{told['activation_tb_65b_1m']} TB on {told['gpus_65b_1m']} (2.2), a quarter of Table 2's being "
+        f"{SPPO['table2']['65B'][4] / 4:,.0f} GB.",
+        f"Figure 1, a billion tokens of 7B: {told['hours_1b_tokens']} hours on {told['gpus_7b_4m']} H100 at "
+        f"4M are printed, all else only drawn; memo in SPPO's form on A100: {', '.join(hours)} hours on "
+        f"{', '.join(map(str, sppo_speed.STAGES))} GPUs at 1M, 2M, 4M."])
 
 
 def table3():
-    facts, rows, right = SPPO["table3_msp"], [], 0
+    facts, right = SPPO["table3_msp"], 0
     p, n = facts["pp"], facts["n"]
     for side, before in (("left", True), ("right", False)):
         for stage in range(p):
             helped = {x: those for (home, x), those in helped_units(p, n).items()
                       if home == stage and (home + x < p - 1) == before}
             stages = {stage, *(k for those in helped.values() for k in those)} if helped else set()
-            found = sorted(helped), sorted(stages)
-            papers = facts[f"{side}_ids"][stage], facts[f"{side}_stages"][stage]
-            pairs = zip(papers, found, strict=True)
-            rows.append([side, stage, *(str(ids) for pair in pairs for ids in pair)])
-            right += papers == found
-    head = ["bubble", "stage", "subsequences helped, paper", "here", "stages that compute them, paper",
-            "here"]
-    return dict(tables=[(head, rows)], right=right,
-                notes=[f"4 stages, 8 subsequences: {right} of {len(rows)} lines are the paper's."])
+            printed = facts[f"{side}_ids"][stage], facts[f"{side}_stages"][stage]
+            right += printed == (sorted(helped), sorted(stages))
+    return dict(tables=[], right=right, notes=[
+        f"{p} stages, {n} subsequences: of {2 * p} lines, subsequences helped left and right with the stages "
+        f"that compute them, {right} are the paper's. Its Definition 6.1 is not: it gives x = PP - 1 - i to "
+        "two phases."])
 
 
-NUMBERS = 1, 2, 4, 8, 16, 32, 64, 128, 256
+NUMBERS = 1, 2, 4, 8, 16, 32, 64, 128
+
+
+def layer_seconds(model, sp, pp, tokens, N):
+    """(cfg, seconds of a layer's forward, of both passes)"""
+    cfg = sppo_config(model, sp, pp, tokens, N)
+    layer = modelled_rates(cfg, gpus(sp * pp), BF16)
+    return cfg, layer.forward_s, layer.forward_s + layer.backward_s
 
 
 def figure7():
-    """Speed of a layer's forward by the number of subsequences, and the step that the solver's formula makes
-    of it."""
-    rows, best = [], {}
-    for one, tokens in zip(SPPO["table4"], (524288, 524288, 524288), strict=True):
+    """Time of a layer by the number of subsequences, the bubble, and the step that the solver's formula makes
+    of both."""
+    rows, best, pp, tokens = [], {}, 4, SPPO["figure7"]["tokens"]
+    _, _, alone = layer_seconds("7B", 1, pp, tokens, 1)
+    for N in NUMBERS:
+        cfg, forward, both = layer_seconds("7B", 1, pp, tokens, N)
+        rows.append([N, tokens // N, round(layer_forward_flops(cfg, tokens) / forward / 1e12, 1),
+                     round(both / alone, 3), round((pp - 1) / N, 3),
+                     round((pp - 1 + N) / N * both / alone, 3)])
+    for one in SPPO["table4"]:
         model, sp, pp = one["model"], one["sp"], one["pp"]
-        steps, alone = {}, None
-        for N in NUMBERS:
-            cfg = sppo_config(model, sp, pp, tokens, N)
-            layer = modelled_rates(cfg, gpus(sp * pp), BF16)
-            seconds = layer.forward_s + layer.backward_s
-            alone = alone or seconds
-            steps[N] = (pp - 1 + N) / N * seconds
-            speed = layer_forward_flops(cfg, tokens) / sp / layer.forward_s
-            rows.append([f"{model}, pp={pp}", N, tokens // N, round(speed / 1e12, 1),
-                         round(alone / seconds, 3), round(steps[N] / alone, 3)])
-        best[model] = [min(steps, key=steps.__getitem__), one["tokens_n"][str(tokens)]]
-    head = ["", "N", "tokens of a subsequence", "TFLOP/s of a layer's forward", "speed over N = 1",
-            "(p-1+N)/N F(N)"]
-    return dict(tables=[(head, rows)], best=best,
-                notes=["512K tokens, SP as in Table 4. F(N): a layer's forward and backward by the rates, "
-                       "over that of N = 1. The rates have one speed of attention for all lengths on the "
-                       "A100: what is lost here are merges of partial results and messages, not slower "
-                       "kernels. The formula is least at N "
-                       "= " + ", ".join(f"{ours} ({model}; the paper took {paper})" for model, (ours, paper)
-                                                    in best.items()) + "."])
-
-
-def draw_figure7(facts, path):
-    fig, axes = plt.subplots(1, 2, figsize=(12, 4.4), dpi=110, layout="constrained")
-    _, rows = facts["tables"][0]
-    for one, colour in zip(SPPO["table4"], (BLUE, GREEN, GREY), strict=True):
-        mine = [row for row in rows if row[0].startswith(f"{one['model']},")]
-        for ax, column in zip(axes, (3, 5), strict=True):
-            ax.plot([row[1] for row in mine], [row[column] for row in mine], "o-", color=colour,
-                    label=mine[0][0])
-        N = one["tokens_n"]["524288"]
-        axes[1].plot(N, next(row[5] for row in mine if row[1] == N), "o", ms=12, color=ORANGE,
-                     fillstyle="none", label="the paper's N" if one is SPPO["table4"][0] else None)
-    axes[0].set(ylabel="TFLOP/s of a layer's forward on a GPU", ylim=(0, None))
-    axes[1].set(ylabel="(p - 1 + N)/N F(N), over F(1)", ylim=(0.8, 3))
-    for ax in axes:
-        ax.set(xscale="log", xlabel="subsequences", xticks=NUMBERS, xticklabels=[str(N) for N in NUMBERS])
-        ax.minorticks_off()
-        ax.legend(frameon=False)
-        plain(ax)
-    fig.savefig(path)
-    plt.close(fig)
+        steps = {N: (pp - 1 + N) / N * layer_seconds(model, sp, pp, 524288, N)[2] for N in (*NUMBERS, 256)}
+        best[model] = [min(steps, key=steps.__getitem__), one["tokens_n"]["524288"]]
+    head = ["N", "/tokens", "TFLOP/s, forward", "F(N) over F(1)", "/bubble, p = 4", "/T"]
+    return dict(tables=[(head, rows)], best=best, notes=[
+        "A layer with hidden size 4,096 at 128K tokens, as the paper's, whose points are only drawn. "
+        f"Printed: 3/16 of bubble at p = 4, N = 16, here {rows[4][4]}; the best subsequence has 2K to 16K "
+        f"tokens of a layer, by this T {min(rows, key=lambda row: row[-1])[1]:,} of 128K. The rates have one "
+        "speed of attention for all lengths: what N costs here are merges and messages, in the paper kernels "
+        "too. At 512K in Table 4's layouts T is least at N = " + ", ".join(f"{ours} ({model}; paper "
+                                       f"{paper})" for model, (ours, paper) in best.items())
+        + "."])
 
 
 PARTS = {
-    "kept": Part("Section 5.2: what stays on the device", "SPPO's section 5.2", COUNTED, kept),
-    "table3": Part("Table 3: who helps whom", "SPPO's Table 3", SIMULATED, table3),
+    "table2": Part("Table 2 and Figure 1: sizes", COUNTED, table2),
+    "kept": Part("Section 5.1: what stays on the device", COUNTED, kept),
+    "table3": Part("Table 3: who helps whom", SIMULATED, table3),
     "figure5": sppo_sizes.PART,
-    "figure7": Part("Figure 7: speed against the number of subsequences", "SPPO's figure 7", DRY, figure7,
-                    draw_figure7, "Left: speed of a layer's forward at 512K tokens; right: the solver's "
-                                  "formula. Dry runs; orange: the N that the paper took."),
+    "figure7": Part("Figure 7: the number of subsequences", DRY, figure7),
+    "figure8": Part("Figure 8: units on the device", SIMULATED, sppo_sizes.figure8),
     **sppo_speed.PARTS}

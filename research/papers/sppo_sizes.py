@@ -99,16 +99,14 @@ class Stage:
 
 
 def figure5(stage):
-    """Lines of the largest and the smallest activations and their transfer beside the paper; also of lengths
-    cut to the token."""
+    """Lines of the largest and the smallest activations and their transfer beside the paper."""
     paper, rows = FIGURE5[stage.N], []
-    for name, lengths in (("as memo cuts", stage.lengths), ("to the token", cut(stage.cfg, 1))):
-        ends = max(lengths), min(lengths)
-        for which, n, gb, ms in zip(("largest", "smallest"), ends, paper["gb"], paper["ms"], strict=True):
-            nbytes = activation_bytes(stage.cfg, n)
-            mine = nbytes / 1e9, nbytes / LINK * 1e3
-            rows.append([stage.N, f"{which}, {name}", gb, round(mine[0], 2), percent_off(mine[0], gb), ms,
-                         round(mine[1]), percent_off(mine[1], ms)])
+    ends = max(stage.lengths), min(stage.lengths)
+    for which, n, gb, ms in zip(("largest", "smallest"), ends, paper["gb"], paper["ms"], strict=True):
+        nbytes = activation_bytes(stage.cfg, n)
+        mine = nbytes / 1e9, nbytes / LINK * 1e3
+        rows.append([stage.N, which, gb, round(mine[0], 2), percent_off(mine[0], gb), ms, round(mine[1]),
+                     percent_off(mine[1], ms)])
     return rows
 
 
@@ -129,28 +127,49 @@ def ratios_of(stage):
             *(stage.row(f"fixed, {k}/16", fixed(k / 16)) for k in range(17))]
 
 
+def figure8():
+    """Most activations of a stage on the device with N = 4, in those of the smallest subsequence: all
+    offloaded, one copy after the other, each subsequence freed when its copy ends; and with the adaptive
+    ratios."""
+    facts = SPPO["figure8"]
+    stage = Stage(facts["subsequences"])
+    now = end = 0.0
+    ends, full = [], []
+    for i, (size, computed_s) in enumerate(zip(stage.sizes, stage.forward_s, strict=True)):
+        full.append(sum(stage.sizes[j] for j in range(i) if ends[j] > now) + size)
+        now += computed_s
+        end = max(end, now) + size / LINK
+        ends.append(end)
+    here = [max(full), stage.most(stage.adaptive)]
+    printed, least = facts["units"], min(stage.sizes)
+    rows = [[name, units, round(nbytes / least, 2)] for name, units, nbytes in zip(
+        ("all offloaded", "adaptive ratios"), printed, here, strict=True)]
+    rows.append(["over one another", round(printed[0] / printed[1], 2), round(here[0] / here[1], 2)])
+    return dict(tables=[(["most on the device", "paper, units", "/here, smallest ones"], rows)], notes=[
+        f"{facts['subsequences']} subsequences of Figure 5's stage; a second stage does the same later. What "
+        "a unit is the paper only draws."])
+
+
 def make():
     stages = [Stage(N) for N in FIGURE5]
     sizes = [row for stage in stages for row in figure5(stage)]
     ratios = [row for stage in stages for row in ratios_of(stage)]
-    grid = [row for row in ratios if "/16" not in row[1] or row[1] in ("fixed, 12/16", "fixed, 16/16")]
+    grid = [row for row in ratios if row[1] in ("adaptive", "fixed, the same bytes", "fixed, 16/16")]
     return dict(
-        tables=[(["N", "subsequence", "GB, paper", "here", "off", "ms, paper", "here", "off"], sizes),
-                (["N", "ratio", "from", "to", "stall, s", "of the pass", "by layers, s",
+        tables=[(["N", "subsequence", "GB, paper", "/here", "/off", "ms, paper", "/here", "/off"], sizes),
+                (["N", "ratio", "from", "/to", "stall, s", "/of the pass", "/by layers, s",
                   "device, GB"], grid)],
         ratios=ratios, notes=[
-            "A stage of 65B at 131,072 tokens: 10 of the 80 layers on 8 A100 that share the sequence in a "
-            "ring, which gives the paper's sizes; the facts at hand do not say how many layers and ranks "
-            "figure 5 is of. Lengths have equal FLOPs with the masked half counted, as the paper's have. "
-            "Copies run at 12.5 GB/s.",
-            "The second table: alpha_i A_i = min(A_i, what the link carries during the next subsequence), "
-            "beside one ratio for all. \"By layers\": copies start with each layer, as memo's do, instead "
-            "of with the whole stage."])
+            "A stage of 65B at 128K: 10 of 80 layers on 8 A100 in a ring, which gives the paper's sizes; it "
+            "says neither. Equal FLOPs with the masked half counted, as the paper's lengths are. The printed "
+            f"GB over ms is {FIGURE5[8]['gb'][0] / FIGURE5[8]['ms'][0] * 1e3:.1f} to "
+            f"{FIGURE5[16]['gb'][1] / FIGURE5[16]['ms'][1] * 1e3:.1f} GB/s; its section 7 says 32. \"By "
+            "layers\": copies start with each layer, as memo's do."])
 
 
 def draw(facts, path):
     fig, axes = plt.subplots(1, 3, figsize=(14, 4.3), dpi=110, layout="constrained")
-    rows = [row for row in facts["tables"][0][1] if row[1].endswith("memo cuts")]
+    rows = facts["tables"][0][1]
     labels = [f"N = {row[0]}\n{row[1].split(',')[0]}" for row in rows]
     for ax, at, name in ((axes[0], 2, "activations of a subsequence, "
                                       "GB"), (axes[1], 5, "their transfer, ms")):
@@ -177,7 +196,4 @@ def draw(facts, path):
     plt.close(fig)
 
 
-PART = Part("Figure 5: sizes of subsequences, and their ratios", "SPPO's figure 5", SIMULATED, make, draw,
-            "Left and middle: figure 5 of the paper (orange) and the simulation. Right, simulated: stall "
-            "against device memory, with one ratio for all subsequences from 0 (right) to 1, and with the "
-            "adaptive ratios.")
+PART = Part("Figure 5: sizes of subsequences, and their ratios", SIMULATED, make, draw)
