@@ -1,4 +1,4 @@
-"""Rounding buffers, the host slab, and the copies between them. Source: MEMO 4.1 and 4.3.2."""
+"""Rounding buffers, the host slab, and the copies between them. Source: MEMO 4.1 and 4.3.4."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.2; SPPO 4."""
+"""Where activations are between forward and backward. No torch. Source: MEMO 4.1 and 4.3.4; SPPO 4."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -2,7 +2,7 @@
 
 The requests of a segment (a layer's forward, say) without a plan are served by torch and recorded, once; with
 one they get their planned addresses in the arena. What the plan does not have, or whose place is taken, is a
-miss, which torch serves; it is reported once for each segment. Source: MEMO 4.3.3."""
+miss, which torch serves; it is reported once for each segment. Source: MEMO 4.3.4."""
 
 import ctypes
 import hashlib

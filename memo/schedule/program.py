@@ -29,7 +29,7 @@ and receives the gradient of that. Each message is posted while the subsequence 
 Where layers take turns in two places for their parameters (memo/memory/flat.py), those of layer j come when
 the forward of layer j - 2 is done, and again in the backward when that of layer j + 2 is done, whose
 gradients leave then. The embedding is layer -1, the head the one above all; where both have one matrix, they
-stay. Source: MEMO 4.1 and 4.3.2; SPPO 3.3 for stages, 4 for subsequences; ZeRO (arXiv 1910.02054), stages 2
+stay. Source: MEMO 4.1 and 4.3.4; SPPO 3.3 for stages, 4 for subsequences; ZeRO (arXiv 1910.02054), stages 2
 and 3, ZeRO-Infinity (arXiv 2104.07857) for layers that come.
 """
 
