@@ -1,1 +1,1 @@
-"""What is asked of a run, and what follows: keys, rules, a layer's facts, formulas, the layout."""
+"""The keys of a run and their rules, and what follows: a layer's facts, formulas, the layout."""

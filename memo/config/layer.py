@@ -1,4 +1,4 @@
-"""What a layer is: its parameters, the skeletal activations that it keeps from its forward for its backward,
+"""A layer: its parameters, the skeletal activations that it keeps from its forward for its backward,
 and the operation that makes each of them. One value per family of models; all else reads it. No torch.
 
 Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.

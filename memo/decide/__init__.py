@@ -1,1 +1,1 @@
-"""What is left to auto: alpha, stages, subsequences, help between stages. Begin with alpha.py."""
+"""Decisions left to auto: alpha, stages, subsequences, help between stages. Begin with alpha.py."""

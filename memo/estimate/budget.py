@@ -1,5 +1,5 @@
-"""What a config needs and gives on a machine: bytes of every region of all stages, alpha, seconds of a step,
-MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from arena.py."""
+"""The needs and the speed of a config on a machine: bytes of every region of all stages, alpha, seconds of a
+step, MFU. Plain arithmetic; the arena of temporary tensors is handed in or had from arena.py."""
 
 from collections.abc import Callable, Sequence
 from copy import copy

@@ -1,4 +1,4 @@
-"""What a unit costs by METP (memo/layer/metp_block.py): a rank has rows of its own alone, and the matrices
+"""The costs of a unit by METP (memo/layer/metp_block.py): a rank has rows of its own alone, and the matrices
 travel. What is made from these is made again in the backward. Messages that are under way together do not
 slow each other here.
 

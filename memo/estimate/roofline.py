@@ -1,4 +1,4 @@
-"""What each operation of a unit, a layer at one subsequence, costs a rank, at its own speed (hardware.py),
+"""The costs of each operation of a unit, a layer at one subsequence, at its own speed (hardware.py),
 and what hides of a message beside them. A unit's seconds are the sums of lists of such Costs. Attention is
 alone, in a ring, by Ulysses, or over the keys and values of all subsequences up to the unit's own
 (memo/layer/attend.py).

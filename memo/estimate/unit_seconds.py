@@ -1,4 +1,4 @@
-"""What a unit costs by tensor parallelism, and the seconds of a layer's units, of which there is one a
+"""The costs of a unit by tensor parallelism, and the seconds of a layer's units, of which there is one a
 subsequence: the sums of their Costs."""
 
 from collections.abc import Iterable, Sequence

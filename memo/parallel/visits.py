@@ -1,4 +1,4 @@
-"""What is made ahead of its use; tensors in a ring, where each rank's visit all other ranks."""
+"""Things that are made ahead of its use; tensors in a ring, where each rank's visit all other ranks."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 // Records and replays the memory requests of a training step, inside torch's allocator interface: see
-// memo/planner/allocator.py. Source: MEMO (arXiv 2407.12117), 4.3.3.
+// memo/planner/allocator.py. Source: MEMO (arXiv 2407.12117), 4.3.4.
 //
 // Every step of training makes the same requests in the same order. So the first step is recorded; a planner
 // then computes one address for each request in one large block, the arena; in later steps a request costs a

@@ -2,7 +2,7 @@
 
 A Trace is the step's log, with `begin <segment>` and `end <segment>` around the pieces of the step, such as a
 layer's forward. Level 1 solves each piece by itself, and equal pieces (the layers) once; level 2 puts one
-pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.2."""
+pseudo block in the place of each and solves the whole step. Source: MEMO 4.2 and 4.3.3."""
 
 import hashlib
 import time

@@ -1,4 +1,4 @@
-"""What a run tells: its first and last lines, each step, plan.json, pictures."""
+"""The texts of a run: its first and last lines, each step, plan.json, pictures."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What a run holds: what was asked (Checked), how it is laid out (Decided), what it trains with (Run); its
+"""The state of a run: what was asked (Checked), how it is laid out (Decided), what it trains with (Run); its
 folder, which is locked by one run at a time, and the same one for all of its ranks."""
 
 import errno

@@ -1,1 +1,1 @@
-"""What a step does, and when: the program, what its steps touch, the waits. Begin with program.py."""
+"""A training step: the program, what its steps touch, the waits. Begin with program.py."""

@@ -1,4 +1,4 @@
-"""What each step touches: the one statement from which the waits of a program follow. No torch.
+"""The places that each step touches: the one statement from which the waits of a program follow. No torch.
 
 A place is a region of memory that streams use one after the other; a step reads some places and writes some.
 What is read and then written over, or added to, stands among the writes alone: a write waits for the last

@@ -1,4 +1,4 @@
-"""What ran when: the spans of a step, which streams leave (memo/schedule/streams.py) or a simulation
+"""The spans of a step, which streams leave (memo/schedule/streams.py) or a simulation
 (memo/schedule/simulate.py), and the seconds that they add up to. No torch.
 """
 

@@ -1,4 +1,4 @@
-"""What a program is a list of: a step is one thing that one stream does. And what steps touch: places in
+"""The steps of a program: a step is one thing that one stream does. And what steps touch: places in
 memory, and the parts of what units have that copies and messages move. Which step touches which:
 memo/schedule/access.py. No torch.
 """

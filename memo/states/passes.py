@@ -1,4 +1,4 @@
-"""What trains: parameters, a transformer over them, and its passes, which the executor runs step by step.
+"""A model: parameters, a transformer over them, and its passes, which the executor runs step by step.
 
 The transformer (model.py) computes a layer, the embedding, the head, and knows of no stream, place or stage;
 here each step of a program (memo/schedule/program.py) finds what it does."""

@@ -1,4 +1,4 @@
-"""What all commands share: how they read arguments, what they say, which signals end them, and how.
+"""The parts that all commands share: how they read arguments, what they say, which signals end them, and how.
 Exit codes: 0; 1 a run that failed; 2 bad input; 128 + the number of the signal that ended it."""
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a run's numbers come from beside its keys: memo's sources, torch, kernels, data. All ranks must have
+"""The origin of a run's numbers beside its keys: memo's sources, torch, kernels, data. All ranks must have
 the same; a checkpoint keeps it, and a run that resumes says what has changed."""
 
 import hashlib

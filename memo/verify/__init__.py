@@ -1,1 +1,1 @@
-"""What memo is compared with."""
+"""The reference that memo is compared with."""
