@@ -1,5 +1,6 @@
 """The parts of transformer-engine that memo takes (ops=te): norms, and the FP8 product that adds to an fp32
-gradient where it lies. docs/kernels.md says why other functions, which give results in new tensors, are not taken.
+gradient where it lies. docs/kernels.md says why other functions, which give results in new tensors, are not
+taken.
 
 Versions 2.2 to 2.20 have these alike; installed() holds what pybind11 says of their parameters against
 SIGNATURES before any is called. Source: TransformerEngine's transformer_engine/pytorch/csrc/extensions/
