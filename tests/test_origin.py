@@ -14,11 +14,10 @@ from memo.checkpoint.manifest import CHECKPOINT_JSON, manifest_text
 from memo.data.batch import open_dataset
 from memo.data.tokens import train_tokenizer, write_dataset
 from memo.errors import ConfigError
-from memo.run import state
-from memo.run.state import code, differences
-from memo.system import files
+from memo.system import files, origin
 from memo.system.files import fingerprint
 from memo.system.launch import same_everywhere
+from memo.system.origin import code, differences
 from tests.helpers import argv, losses
 
 KEYS = dict(max_iters=2, lr_decay_iters=6, eval_interval=0, memory_plan="off", block_size=16, batch_size=1)
@@ -189,7 +188,7 @@ def test_the_digest_of_the_sources_is_that_of_every_file(tmp_path, monkeypatch):
     names = ("memo/a.py", "memo/memory/b.py", "memo/c.cpp", "model.py", "train.py")
     for name in names:
         (tmp_path / name).write_text("x = 1\n")
-    monkeypatch.setattr(state, "__file__", str(root / "run" / "state.py"))
+    monkeypatch.setattr(origin, "__file__", str(root / "run" / "state.py"))
     seen = {code()["memo"]}
     for name in names:
         (tmp_path / name).write_text("x = 2\n")
