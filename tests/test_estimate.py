@@ -932,7 +932,6 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     assert "matmul" in out
     assert re.search(r"^measuring [a-z ]+, [\d.e+]+ (FLOPs|bytes), \d+ s so far$", err, re.MULTILINE)
     here = hardware.machine("here")
-    assert here.speeds.table.keys() - {hardware.FP8_PRODUCTS} == OPERATIONS
     assert here.cpu and here.threads == torch.get_num_threads() and here.speeds.itemsize == 4
     small = ["--n_layer=4", "--n_embd=256", "--n_head=4", "--block_size=4096", "--vocab_size=512", "--json"]
     code, out, _ = command(*small, capsys=capsys)
@@ -942,23 +941,38 @@ def test_what_calibrate_measures_is_what_here_means(tmp_path, monkeypatch, capsy
     assert json.loads(out)["seconds"]["step"] is None
 
 
-OPERATIONS = {f"{op} {way}" for way in ("forward", "backward")
-              for op in ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")} | {
-    "matmul", "rotary", "merge", "cross entropy", "copy", "adamw", "memory", "link", "network"}
 MEASURED = dict(
     format=5, device="CPU", threads=2, ranks=1, itemsize=4, overhead_s=1e-6, memory_bytes=None,
     peak_flops_per_s=None, capability=[0, 0], multiprocessors=0,
     node=dict(gpus_per_node=1, host_memory_bytes=10**10, nvlink_bytes_per_s=1.0, pcie_bytes_per_s=1e10,
               network_bytes_per_s=1.0, host_bytes_per_s=1e10),
-    speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in OPERATIONS})
+    speeds={op: [[2**10, 1e9], [2**20, 2e9]] for op in hardware.OPERATIONS})
 
 
 def changed(**changes):
     return json.dumps(MEASURED | changes)
 
 
-DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(ranks=2),
-           changed().replace("1e-06", "NaN"), changed().replace("1e-06", "1e999")]
+def speeds(points, op="matmul"):
+    return changed(speeds=MEASURED["speeds"] | {op: points})
+
+
+def node(**changes):
+    return changed(node=MEASURED["node"] | changes)
+
+
+DAMAGED = ["{}", "[1]", "nonsense", '{"format": 0}', "[" * 99999, changed(format=1), changed(threads=0),
+           changed(threads=1.5), changed(ranks=2), changed(itemsize="4"), changed(overhead_s=-1),
+           changed(overhead_s=None), changed(device=3), changed(memory_bytes=-1),
+           changed(memory_bytes=10**4000), changed(peak_flops_per_s="fast"),
+           changed(capability=9), changed(capability=[9]), changed(multiprocessors=-1), changed(node=None),
+           changed(node={}), node(gpus_per_node=0), node(gpus_per_node=1.5), node(host_memory_bytes=-10**12),
+           node(pcie_bytes_per_s=0), node(more=1), node(nvlink_bytes_per_s=True), changed(speeds=[]),
+           changed(speeds={}), speeds([[1, 1e9]], "anything"), speeds([]), speeds(1), speeds([1]),
+           speeds([[1, 2, 3]]), speeds([[1, -1e9]]), speeds([[1, 0]]), speeds([[0, 1e9]]),
+           speeds([[2, 1e9], [1, 1e9]]), speeds([[1, 1e9], [1, 2e9]]), speeds([["1", 1e9]]),
+           speeds([[1, None]]), speeds([[1, 1e300]]), changed().replace("1e-06", "NaN"),
+           changed().replace("1e-06", "1e999")]
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
@@ -967,7 +981,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path, monkeypatch, capsys):
     preset = ["config/gpt2_124m.py", "--fast"]
     keep(changed().encode(), path)
     assert command(*preset, capsys=capsys)[0] in (0, 1, 2) and hardware.machine("here").threads == 2
-    keep(changed(speeds=MEASURED["speeds"] | {"swiglu backward": [[1, 7.0]]}).encode(), path)
+    keep(speeds([[1, 7.0]], op="swiglu backward").encode(), path)
     assert hardware.machine("here").speeds.rate("swiglu backward") == 7.0
     for text in DAMAGED:
         keep(text.encode(), path)

@@ -20,7 +20,7 @@ from memo.estimate.unit_seconds import modelled_rates
 from memo.run import measure
 from memo.schedule.streams import open_streams
 from memo.states.passes import Model
-from memo.system.hardware import Machine, Node, Speeds
+from memo.system.hardware import MESSAGES, Machine, Node, Speeds
 from model import GPT
 from testing.notes import Post, noted_mesh
 from testing.ranks import pool
@@ -56,8 +56,7 @@ def prices(model, cfg):
         of_step = step_seconds(swap.placement, swap.tensors, units, inf)
         ends = (part(cfg, machine, itemsize) for part in (embedding_s, head_s))
         return sum(map(of_step, swap.placement.schedule())) + sum(ends)
-    messages = "gather", "scatter", "exchange", "shift", "broadcast", "reduce"
-    kinds = product(messages, (2, 4), (1, 2))
+    kinds = product(MESSAGES, (2, 4), (1, 2))
     found = {kind: (price(kind, False), price(kind, True)) for kind in kinds}
     return {kind: pytest.approx(both) for kind, both in found.items() if any(both)}
 

@@ -5,14 +5,14 @@ figure can be overridden on memo.estimate's command line. Bandwidths: of one GPU
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-from memo.config.keys import Value
-from memo.errors import ConfigError
-from memo.system.files import JsonObject, cache_place, kept_json, reading
+from memo.config.keys import Value, kind_of
+from memo.errors import ConfigError, reason
+from memo.system.files import Json, JsonObject, cache_place, kept_json
 
 GIB = 2**30
 
@@ -232,8 +232,8 @@ class Machine:
         return self.speeds.seconds(op, amount, size)
 
     def message_s(self, op: str, nbytes: float, span: int, stride: int = 1) -> float:
-        """Counts the seconds of a message, a call of Axis, to the others of a group: each stride-th of `span`
-        ranks that follow each other. Over the network all but exchange and shift go through the ports
+        """Counts the seconds of a message, `op` of MESSAGES, to the others of a group: each stride-th of
+        `span` ranks that follow each other. Over the network all but exchange and shift go through the ports
         of all the group's GPUs of a node. One shorter than all that were measured takes as long as these."""
         assert self.speeds is not None  # seconds are asked for only where they are known
         if nbytes and op in self.speeds.table:
@@ -296,6 +296,11 @@ def known_figures(kind: type) -> set[str]:
 
 
 CALIBRATION_FORMAT = 5  # another one where what is measured or its meaning changes
+MESSAGES = {"gather", "scatter", "exchange", "shift", "broadcast", "reduce"}
+# that --calibrate measures
+BOTH_WAYS = ("attention", "attention full", "norm", "rms norm", "gelu", "swiglu")
+OPERATIONS = {f"{op} {way}" for op in BOTH_WAYS for way in ("forward", "backward")} | {
+    "matmul", "rotary", "merge", "cross entropy", "copy", "adamw", "memory", "link", "network"}
 FP8_PRODUCTS = "matmul fp8"  # measured where the machine has them
 
 
@@ -313,12 +318,46 @@ def calibration(ranks: int) -> JsonObject:
     remedy = f"try {start} -m memo.profiler --calibrate, or --gpu= one of {', '.join(GPUS)}"
     if not (path := calibration_path(ranks)).exists():
         raise ConfigError(f"--gpu=here: nothing was measured on this machine with ranks={ranks}; {remedy}")
-    with reading(path, remedy):
+    try:
         measured = kept_json(path.parent, path.name)
-    for name, value in dict(format=CALIBRATION_FORMAT, ranks=ranks).items():
-        if measured.get(name) != value:  # of an older memo, or moved here
-            raise ConfigError(f"{path}: {name} is not what --calibrate writes; {remedy}")
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read ({reason(e)}); {remedy}") from None
+    if wrong := next((name for name, right in rules(measured, ranks) if not right), None):
+        raise ConfigError(f"{path}: {wrong} is not what --calibrate writes; {remedy}")
     return measured
+
+
+def number(value: Json, least: float = 1, most: float = 1e24,
+           kinds: tuple[type, ...] = (int, float)) -> bool:
+    """Says whether a file's value is a sane number: of bytes or FLOPs, or of those in a second."""
+    return type(value) in kinds and least <= value <= most
+
+
+def rules(measured: JsonObject, ranks: int) -> Iterator[tuple[str, bool]]:
+    """Lists (name, whether its value can be believed) of all that a calibration holds."""
+    yield "format", measured.get("format") == CALIBRATION_FORMAT
+    for name, least, most in (("ranks", ranks, ranks), ("threads", 1, 2**16), ("itemsize", 2, 4),
+                              ("multiprocessors", 0, 2**16)):
+        yield name, number(measured.get(name), least, most, (int,))
+    yield "device", isinstance(measured.get("device"), str)
+    yield "overhead_s", number(measured.get("overhead_s"), 0, 60)
+    for name in ("memory_bytes", "peak_flops_per_s"):
+        yield name, name in measured and (measured[name] is None or number(measured[name]))
+    capability = measured.get("capability")
+    yield "capability", isinstance(capability, list) and [type(n) for n in capability] == [int, int]
+    node: Json = measured.get("node")
+    speeds: Json = measured.get("speeds")
+    wanted = {f.name: kind_of(f) for f in fields(Node)}
+    yield "node", isinstance(node, dict) and node.keys() == wanted.keys()
+    yield from ((name, number(node[name], kinds=(int, kind))) for name, kind in wanted.items())
+    operations = OPERATIONS | (MESSAGES if ranks > 1 else set())
+    yield "speeds", isinstance(speeds, dict) and operations <= speeds.keys() <= {
+        FP8_PRODUCTS, *operations}
+    for op, points in speeds.items():
+        pairs = isinstance(points, list) and points != [] and all(isinstance(p, list) and len(p) == 2
+                                                            for p in points)
+        sizes = [size for size, _ in points] if pairs else []
+        yield op, pairs and all(number(n) for pair in points for n in pair) and sizes == sorted(set(sizes))
 
 
 def gpu_named(device_name: str) -> str | None:
