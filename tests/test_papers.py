@@ -49,7 +49,9 @@ def test_what_is_committed_is_found_again():
 def test_the_dry_run_is_as_near_as_it_should_be():
     off, totals = MEMO["table3"]["off"], MEMO["rivals"]["totals"]
     long, short = off["all, from 64K on"], off["all, 4K to 32K"]
-    assert long["mean"] <= 1 and long["worst"] <= 3.5 and short["mean"] <= 4  # of all four models
+    assert long["mean"] <= 1 and long["worst"] <= 3.5 and short["mean"] <= 4  # of four models; 65B is the worst
+    assert all(of["mean"] <= 1 and of["worst"] <= 3 for of in (
+        off[f"{model}, from 64K on"] for model in ("7B", "13B", "30B")))
     assert totals["cells"] == 128 and totals["agree"] >= 0.8 * totals["cells"]
     assert totals["strictly"] >= 0.9 * totals["pairs"]
 

@@ -157,6 +157,7 @@ def moved(stored):
     lambda stored: stored.update(offsets=[0] * len(stored["offsets"])),
     lambda stored: stored["offsets"].pop(), lambda stored: stored["offsets"].append(2**30),
     lambda stored: stored.update(offsets=[at - 64 for at in stored["offsets"]]),
+    lambda stored: stored.update(offsets=[at + 12 * 2**30 for at in stored["offsets"]]),
     lambda stored: stored.update(offsets=[float(at) for at in stored["offsets"]]),
     lambda stored: stored.update(offsets=[at or False for at in stored["offsets"]]),
     moved])

@@ -3,7 +3,7 @@ copies and messages, by the bytes of their places. The schedule's simulator (mem
 which of them hide. Source: MEMO 4.1."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -18,8 +18,7 @@ from memo.schedule.step import COPIES, Moved, Op, Step
 @dataclass
 class UnitRates:
     """Seconds of a layer's unit at one subsequence, of so many `rows`. `sweep_s`: to make its keys and values
-    again; `attention_s`, `groups_s`: to rebuild all rows of attention's output, and of each group. The last
-    two are parts of forward and backward together, where these are modelled."""
+    again; `attention_s`, `groups_s`: to rebuild all rows of attention's output, and of each group."""
 
     rows: float
     forward_s: float
@@ -27,13 +26,6 @@ class UnitRates:
     sweep_s: float
     attention_s: float
     groups_s: dict[str, float]
-    attention_kernels_s: float = 0.0
-    messages_s: float = 0.0
-
-    @property
-    def measured(self) -> dict[str, object]:
-        """Lists the fields that measured ones have."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Counts the seconds to recompute rows {tensor: slice}, as in Placement.missing."""

@@ -175,9 +175,8 @@ class Rates:
         """Makes plan.json's entry of measured ones."""
         said = asdict(self) | dict(forward_s=self.forward_s, backward_s=self.backward_s,
                                    recompute_s=self.recompute_s)
-        said["units"] = [unit.measured for unit in self.units] * (len(self.units) > 1 or any(self.states))
-        return {name: value for name, value in said.items()
-                if name not in ("units", "states") or any(value)}
+        told = dict(units=len(self.units) > 1 or any(self.states), states=any(self.states))
+        return {name: value for name, value in said.items() if told.get(name, True)}
 
 
 class Placed(NamedTuple):

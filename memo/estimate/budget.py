@@ -15,13 +15,13 @@ from memo.config.layout import Layout, degrees
 from memo.decide import alpha
 from memo.decide.choose import Judged, choose
 from memo.decide.pipeline import lane_bytes, shared, with_bubbles
-from memo.decide.where import Placed, Rates, Room, StageFacts, margin_bytes, problems_of, spare_bytes
+from memo.decide.where import Placed, Room, StageFacts, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import regions
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
 from memo.estimate.regions import Line, Stage
-from memo.estimate.unit_seconds import modelled_rates
+from memo.estimate.unit_seconds import ModelledRates, modelled_rates
 from memo.kernels.backends import check_matmul, kernel_of
 from memo.memory.placement import Placement
 from memo.memory.sizes import HOST_SHARE
@@ -249,7 +249,7 @@ class Estimate:
     # --- seconds ---
 
     @cached_property
-    def layer(self) -> Rates | None:
+    def layer(self) -> ModelledRates | None:
         return modelled_rates(self.decided, self.machine, self.itemsize)
 
     @cached_property

@@ -8,9 +8,9 @@ from math import fsum, sqrt
 from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
 from memo.config.layout import Layout, subsequence_lengths, unit_rows
 from memo.decide.step_seconds import STAY, Ends, Lanes, StateSeconds, step_seconds
-from memo.decide.where import Rates
 from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes
+from memo.estimate.unit_seconds import ModelledRates
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
 from memo.schedule.order import keys_leave
 from memo.schedule.periods import totals_of
@@ -145,7 +145,7 @@ def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: Rates) -> list[Times]:
+                   layer: ModelledRates) -> list[Times]:
     """Simulates a micro batch -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
@@ -155,14 +155,14 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: Rates) -> list[list[Span]]:
+                   layer: ModelledRates) -> list[list[Span]]:
     """Simulates a micro batch -> the spans of each stage, all on one clock."""
     times = pipeline_times(stages, machine, world, itemsize, layer)
     return [simulated_spans(stage.placement.schedule(), time)
             for stage, time in zip(stages, times, strict=True)]
 
 
-def least_s(cfg: Layout, world: int, layer: Rates) -> float:
+def least_s(cfg: Layout, world: int, layer: ModelledRates) -> float:
     """Bounds a step's seconds from below: by computing, and by waiting for the first or last subsequence."""
     layers, units = cfg.depths, layer.units
     each = [unit.forward_s + unit.backward_s for unit in units]
@@ -174,7 +174,7 @@ def least_s(cfg: Layout, world: int, layer: Rates) -> float:
 
 
 def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
-            layer: Rates) -> tuple[dict[str, float], list[tuple[float, float]]]:
+            layer: ModelledRates) -> tuple[dict[str, float], list[tuple[float, float]]]:
     """Simulates a micro batch in one stage -> ({part: seconds}, [its layers' (forward, backward)])."""
     cfg, p, units = stage.cfg, stage.placement, layer.units
     forward, backward, stall = stage.totals or totals_of(p.program, step_seconds(
@@ -191,7 +191,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
 
 
 def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-               layer: Rates) -> tuple[dict[str, float], list[tuple[float, float]]]:
+               layer: ModelledRates) -> tuple[dict[str, float], list[tuple[float, float]]]:
     """Simulates a micro batch in several stages, as alone_s(): the means of all, and of waits, "bubble"."""
     cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
@@ -212,7 +212,7 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
 
 
 def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-           layer: Rates) -> dict[str, float]:
+           layer: ModelledRates) -> dict[str, float]:
     """Counts {part: seconds} of a step, which add up to its "step". Micro batches follow each other, as no
     stage begins one before it has ended the last; gradients and optimizer are the slowest stage's."""
     parts, passes = (together_s(stages, machine, world, itemsize, layer) if len(stages) > 1 else

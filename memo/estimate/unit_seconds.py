@@ -2,6 +2,7 @@
 subsequence: the sums of their Costs."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
@@ -143,7 +144,7 @@ class Block(Unit):
 
 
 class UnitSeconds(UnitRates):
-    """Adds up the Costs of a unit behind those before it."""
+    """Adds up a unit's Costs; `attention_kernels_s`, `messages_s`: parts of forward and backward together."""
 
     def __init__(self, unit: Block | Metp, before: Before) -> None:
         self.unit, u, self.rows = unit, unit, unit.own
@@ -172,7 +173,12 @@ class UnitSeconds(UnitRates):
         return total(self.unit.rebuilt(attention, mid, self.attend))
 
 
-def modelled_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates | None:
+@dataclass(frozen=True)
+class ModelledRates(Rates):
+    units: tuple[UnitSeconds, ...]
+
+
+def modelled_rates(cfg: Layout, machine: Machine, itemsize: int) -> ModelledRates | None:
     """Models the Rates of a layer of a config whose states stay; None where no speeds of its dtype are
     known."""
     if machine.speeds is None or machine.speeds.itemsize != itemsize:
@@ -182,7 +188,7 @@ def modelled_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates | None
 
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
-def known_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates:
+def known_rates(cfg: Layout, machine: Machine, itemsize: int) -> ModelledRates:
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
     of_length = {S: kind(cfg, machine, itemsize, S) for S in lengths}
     before, units = Before(), list[UnitSeconds]()
@@ -190,4 +196,4 @@ def known_rates(cfg: Layout, machine: Machine, itemsize: int) -> Rates:
         units.append(UnitSeconds(of_length[S], before))
         before[S] += 1
     rate = machine.node.pcie_bytes_per_s
-    return Rates(tuple(units), rate, rate, None)
+    return ModelledRates(tuple(units), rate, rate, None)

@@ -174,14 +174,11 @@ class Placement(Surroundings, InOrder):
         return found
 
     @cached_property
-    def stream_rows(self) -> dict[Unit, tuple[int, int]]:
-        """Finds {unit: (first row in the slab, rows)} of what leaves the device of what lies between layers:
-        below a unit's layer, or above the last. Without a backward all layers' have the same places."""
-        units = self.forward_order.stream_leaves if self.several and self.stream == "copied" else []
-        lengths, starts = [self.cuts[i] for _, i in units], [0, *accumulate(self.cuts)]
-        forward_only = self.kept.get(INPUT) == 0
-        firsts = [starts[i] for _, i in units] if forward_only else accumulate(lengths, initial=0)
-        return {unit: (first, n) for unit, first, n in zip(units, firsts, lengths, strict=False)}
+    def stream_rows(self) -> "StreamRows":
+        """Finds the StreamRows; without a backward all layers' have the same places."""
+        if not self.several or self.stream != "copied":
+            return StreamRows()
+        return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
 
     @property
     def own_stream_rows(self) -> int:
@@ -231,6 +228,23 @@ class Placement(Surroundings, InOrder):
     def schedule(self, trains: bool = True) -> Schedule:
         """Makes the schedule of a training step; without `trains`, of a forward that keeps nothing."""
         return schedule(self.program if trains else replace(self.program, trains=False))
+
+
+class StreamRows(dict[Unit, tuple[int, int]]):
+    """Holds {unit: (first row in the slab, rows)} of the stream below its layer, or above the last."""
+
+    @cached_property
+    def end(self) -> int:
+        return max(map(sum, self.values()), default=0)
+
+
+@lru_cache(16)  # many placements of a search have the same
+def stream_rows(order: ForwardOrder, cuts: tuple[int, ...], forward_only: bool) -> StreamRows:
+    """Finds the StreamRows of a stream that is copied."""
+    units, starts = order.stream_leaves, [0, *accumulate(cuts)]
+    lengths = [cuts[i] for _, i in units]
+    firsts = [starts[i] for _, i in units] if forward_only else accumulate(lengths, initial=0)
+    return StreamRows(zip(units, zip(firsts, lengths, strict=False), strict=True))
 
 
 @lru_cache(128)  # many placements of a search have the same

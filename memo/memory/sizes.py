@@ -98,7 +98,7 @@ class Sizes:
     @property
     def stream_bytes(self) -> int:
         """Counts the bytes that go to the host of what lies between layers."""
-        return self.row_bytes[INPUT] * max(map(sum, self.placement.stream_rows.values()), default=0)
+        return self.row_bytes[INPUT] * self.placement.stream_rows.end
 
     @property
     def keys_bytes(self) -> int:
