@@ -40,7 +40,7 @@ def test_a_wrong_fact_is_found():
 
 @pytest.mark.slow
 def test_what_is_committed_is_found_again():
-    parts = ["memo.averages", "memo.table4", "memo.table5", "sppo.table3"]
+    parts = ["memo.averages", "memo.table4", "memo.table5", "sppo.table3", "sppo.figure7"]
     done = subprocess.run([sys.executable, "-m", "research.papers", "--check", *parts], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_what_is_committed_is_found_again():
 def test_the_dry_run_is_as_near_as_it_should_be():
     off, totals = MEMO["table3"]["off"], MEMO["rivals"]["totals"]
     long, short = off["all, from 64K on"], off["all, 4K to 32K"]
-    assert long["mean"] <= 1 and long["worst"] <= 3.5 and short["mean"] <= 4  # of four models; 65B is the worst
+    assert long["mean"] <= 1 and long["worst"] <= 3.5 and short["mean"] <= 4  # of four models
     assert all(of["mean"] <= 1 and of["worst"] <= 3 for of in (
         off[f"{model}, from 64K on"] for model in ("7B", "13B", "30B")))
     assert totals["cells"] == 128 and totals["agree"] >= 0.8 * totals["cells"]
