@@ -42,6 +42,9 @@ class Cost(NamedTuple):
     part: str = REST
 
 
+Kernels = list[tuple[list[Cost], list[Cost]]]  # of each way: over a unit's own keys, over all before these
+
+
 def total(costs: Iterable[Cost], part: str = "") -> float:
     """Sums the seconds of costs, or of those of a part."""
     return fsum(cost.seconds for cost in costs if part in ("", cost.part))
@@ -167,10 +170,11 @@ def kernels_before(u: Unit, way: str, before: Before) -> list[Cost]:
 def attention(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
     """Costs attn_out from q, k and v, and dq, dk, dv from its gradient; those of several groups of heads go
     where q, k, v were."""
-    beside = prefix(u, before) if u.several else ([], []) if u.ring == 1 else (
+    kernels = [(own_kernels(u, way), kernels_before(u, way, before)) for way in WAYS]
+    beside = prefix(u, before, kernels) if u.several else ([], []) if u.ring == 1 else (
         ulysses if u.ulysses else ring)(u)
-    forward, backward = ([*own_kernels(u, way), *kernels_before(u, way, before), *more]
-                         for way, more in zip(WAYS, beside, strict=True))
+    forward, backward = ([*own, *earlier, *more]
+                         for (own, earlier), more in zip(kernels, beside, strict=True))
     norms, moved = u.head_norms("forward"), [u.copy(2 * (u.Q + 2 * u.KV))] * (u.at_once < u.heads_made)
     return ([*forward, u.copy(2 * u.Q), *norms],
             [*backward, *moved, *norms, *u.head_norms("backward")])
@@ -237,7 +241,7 @@ def dealing(u: Unit) -> list[Cost]:
     return [exchange(u, keys_dealt(u.cfg) * u.KV, 1)] * 2 if u.ulysses else []
 
 
-def prefix(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
+def prefix(u: Unit, before: Before, kernels: Kernels) -> tuple[list[Cost], list[Cost]]:
     """Costs merging partial results, and adding up partial gradients, in fp32, and messages. A ring passes
     queries, and their sums on the way home; Ulysses exchanges q, out; backward dout, q, out, dq, dk, dv."""
     n, p = before.total() + 1, 1 if u.ulysses else u.ring
@@ -254,16 +258,15 @@ def prefix(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
     if u.ring > 1:
         fp32 = u.row_bytes * 4 // u.itemsize
         lse, queries = fp32 * u.layer.heads, u.Q * u.row_bytes
-        forward += passing(u, "forward", before, queries, u.Q * fp32 + lse)
-        backward += passing(u, "backward", before, 3 * queries + lse, u.Q * fp32)
+        forward += passing(u, *kernels[0], queries, u.Q * fp32 + lse)
+        backward += passing(u, *kernels[1], 3 * queries + lse, u.Q * fp32)
     return forward, backward
 
 
-def passing(u: Unit, way: str, before: Before, leaving: float, home: float) -> list[Cost]:
+def passing(u: Unit, own: list[Cost], earlier: list[Cost], leaving: float, home: float) -> list[Cost]:
     """Costs what passes the ring: `leaving` bytes of queries, and their sums on the way home, a rank behind.
     The first hop hides behind the own queries' pieces before, the last one behind their own piece."""
-    before_s = total(kernels_before(u, way, before)) / u.ring
-    own_s = total(own_kernels(u, way)) / u.ring
+    before_s, own_s = total(earlier) / u.ring, total(own) / u.ring
     leave, come = hop_s(u, leaving), hop_s(u, home)
     return [late_hop(u, leave, before_s), late_hop(u, leave + come, before_s + own_s, u.ring - 2),
             late_hop(u, come, own_s)]

@@ -262,7 +262,8 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
                        suits: Suits = lambda got: True) -> list[Estimate]:
     """Finds the Estimates of the `best` layouts with the longest contexts that `suits`, the longest first."""
     every, tried = layouts(cfg, machine, world, modes), 0
-    every.sort(key=lambda one: (not one.metp, -one.tp))  # first what is likely to be long
+    # first what is likely to be long: for others one estimate says that they are shorter
+    every.sort(key=lambda one: (one.activation == "recompute", not one.metp, one.pp, -one.cp * one.tp))
     found: dict[tuple[object, ...], Estimate] = {}
 
     def length(got: Estimate) -> tuple[int, float]:
