@@ -6,17 +6,17 @@ says what is computed when, and where it lies.
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b
-    n, tp     a rank's own n = N/tp rows, and the ranks that share a layer: row i belongs to rank i % tp, so
-              (n, tp, width) is all N rows in order
+    n, tp     tp ranks (processes, a GPU each) share each layer, and each has n = N/tp rows of its own: row i
+              belongs to rank i % tp (not a chunk, as in Megatron), so (n, tp, width) is all N rows in order
     C, H, D   hidden size, heads, head dimension
     Q, KV, F  widths of q, of k and v, of the MLP: H*D, Hkv*D, n_inner
     s         the skeletal activations of a layer: named views of its place in each tensor's memory, its
               buffer; see memo/config/layer.py
     x, y      the input of a layer and its output, which is the next layer's input: (n, C)
     dy, dx    gradients of the loss; parameter gradients accumulate in fp32
-    unit      a layer at one subsequence: a sequence may be cut into several, computed one after the other.
-              Then `s.pieces` has (k, v) of all up to the unit's, which the queries see; its own piece is the
-              last. Without a cut there are no pieces: k and v are skeletal tensors like q
+    unit      a layer at one subsequence. A sequence may be cut into several, computed one after the other.
+              Then `s.pieces` has (k, v) of subsequences 0 to the unit's own, which is the last; queries see
+              all of them. Without a cut it is empty: k and v are skeletal tensors like q
 
 The backward writes over skeletal tensors that nobody reads any more: a layer needs hardly any memory besides
 its buffer. What is token-wise goes piece by piece of rows (memo/parallel/tp.py), attention group by group of
@@ -239,9 +239,9 @@ class Block:
         return s.x
 
     def place_of_dout(self, s: Activations) -> torch.Tensor:
-        """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up
-        before, piece by piece. Its rows are as long or longer, and pieces go in ascending order: a piece of
-        the gradient ends no later than its own piece, so that it lies over rows that are used up."""
+        """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up. It is
+        written piece by piece, in ascending order, while later pieces of that tensor are still read. Its rows
+        are no longer than that tensor's, so a piece lies only over pieces that are used up."""
         for used_up in s.ln2_out, s.tensors[self.end_of_mlp]:
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)

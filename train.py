@@ -84,7 +84,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     with naming_region(decided.expected, device, "rounding_buffers"):
         machine = decided.expected.machine if decided.expected else None
         decision = reserve.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
-    # rehearses a step, and gives each of its temporary tensors an address
+    # rehearses a layer of each kind, and gives temporary tensors addresses
     with naming_region(decided.expected, device, "transient"):
         reserve.plan_memory(cfg, model)
     return open_run(decided, mesh, model, optimizer, decision)
@@ -125,7 +125,7 @@ def evaluate(run: Run) -> float:
 def forward_backward(run: Run, it: int) -> torch.Tensor:
     """Computes the loss of step `it`. Its gradients are on their way to the ranks that need them."""
     cfg, mesh = run.cfg, run.mesh
-    # the weight of one micro batch, on one of the cp ranks, in the mean of all tokens
+    # of all dp ranks; `part`: the weight of one, on one of the cp ranks, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)
     part, loss = 1 / (micro_batches * cfg.cp), torch.zeros((), device=run.device)
     # all batches first: the device need not wait for one later
@@ -182,7 +182,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
                           bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
-        # the arena plans requests that are new, as those of the first evaluation
+        # the arena plans segments that are new: after the first step those of clip and optimizer
         report_step(run, stats, spans, arena.settle())
         if stopped:  # by every rank alike: complete() saves what is done
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step

@@ -5,11 +5,11 @@ attn_out, ln1_out, q, k, v, mid, ln2_out, 4 before the GELU and 4 behind. At a m
 those of all layers. Recomputing all of them runs attention twice. Copying all of them to the host can take
 longer than the layers compute, and more memory than the host has.
 
-The idea. The device has two buffers, and layer k computes in buffer k % 2. The host gets a copy of each
-layer's input x and of attention's output attn_out with its statistic lse. Each row (a token) of all other
-tensors follows from the same row of x and attn_out: so the host gets a fraction alpha of the other tensors'
-rows (memo/decide/alpha.py finds it), and the backward recomputes the rest, without attention. Three streams
-work at the same time. Of five layers, F the forward, R the recompute, B the backward:
+The idea. The device has two "rounding buffers" (of x three), and layer k computes in buffer k % 2. The host
+gets a copy of each layer's input x and of attention's output attn_out with its statistic lse. Each row (a
+token) of all other tensors follows from the same row of x and attn_out: so the host gets a fraction alpha of
+the other tensors' rows (memo/decide/alpha.py finds it), and the backward recomputes the rest, without
+attention. Three streams work at the same time. Of five layers (Forward, Recompute, Backward):
 
     buffer     0     1     0     1     0           0     1        0        1        0
     compute    F0 ─► F1 ─► F2 ─► F3 ─► F4 ─► head  B4 ─► R3 B3 ─► R2 B2 ─► R1 B1 ─► R0 B0
@@ -18,8 +18,8 @@ work at the same time. Of five layers, F the forward, R the recompute, B the bac
 
 Four kinds of waits keep the streams apart. A copy to the host waits until its layer has computed; F2 waits
 until layer 0 is copied, since it writes over buffer 0. The copy back of layer 2 waits until B4 has used up
-buffer 0; R2 waits until layer 2 is back. The last two layers are not copied; but since the buffers share the
-memory of rows that are recomputed, B4's layer has written over those of layer 3.
+buffer 0; R2 waits until layer 2 is back. The last two layers are not copied. But the two buffers share the
+memory of dropped rows: F4 has written over those of layer 3, so R3 makes them again.
 
 The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
 memo/schedule/program.py makes the list, execute.py runs it; tests/test_plain.py holds both to the same bits.
@@ -59,17 +59,17 @@ class Memory:
 
 def kept_rows(alpha: float, n: int) -> int:
     """Counts the rows out of n that survive of a tensor of which a fraction alpha survives."""
-    # a product of few rows may differ in its last bits from one of many: so rows go by the piece, and where
-    # some are recomputed, a whole piece is
-    piece = max(1, min(SPLIT_ROWS, n // 16))
+    # a product of few rows may differ in its last bits from one of many: rows go in multiples of
+    # `granularity`, and where some are recomputed, at least so many are
+    granularity = max(1, min(SPLIT_ROWS, n // 16))
     fraction = alpha * (1 + 1e-12)  # 0.29 of 100 is 29, not 28
-    return n if alpha >= 1 else int(min(fraction * n, n - piece) / piece) * piece
+    return n if alpha >= 1 else int(min(fraction * n, n - granularity) / granularity) * granularity
 
 
 def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.device) -> Memory:
     """Takes the buffers and the slab, once, before the first step."""
-    # n rows, one for each token. Tensors that can be recomputed are in a group, others, which share alpha;
-    # x, attn_out and lse are in none: all of their rows survive
+    # n rows, one for each token. t.group is set where a tensor can be recomputed: alpha is for these, the
+    # "others". x, attn_out and lse have none: all their rows survive
     tensors, n, L = tensors_of(cfg, dtype.itemsize), n_rows(cfg), cfg.n_layer
     rows = {name: kept_rows(alpha, n) if t.group else n for name, t in tensors.items()}
     kept_bytes = {name: t.nbytes // n * rows[name] for name, t in tensors.items()}
@@ -85,7 +85,7 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
                          else (whole[:t.nbytes], whole[kept_bytes[name]:]))
     host_bytes, used = max(0, L - 2) * sum(kept_bytes.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
-    layers, met = [], one_sequence(cfg.block_size)  # each token sees those before it
+    layers, met = [], one_sequence(cfg.block_size)  # which tokens meet: each sees those before it
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
         s = Skeleton({name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
@@ -142,7 +142,7 @@ def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: 
         compute.launch(f"backward {k}", blocks[k].backward, layers[k + 1].x, layers[k])
         if k >= 2:
             compute.record(done[k])
-            prefetch.wait(done[k])  # protects layer k: its backward still reads what the copy writes over
+            prefetch.wait(done[k])  # protects layer k: its backward reads what the copy back writes over
             prefetch.launch(f"prefetch {k - 2}", copy, layers[k - 2].copied)
             prefetch.record(prefetched[k - 2])
     compute.launch("embedding backward", edges.embed_backward, ids, positions, layers[0].x)

@@ -12,7 +12,7 @@ from memo.config.layer import decoder_layer, groups_of, tensors_of
 from memo.config.layout import Layout, unit_rows
 from memo.decide.alpha import AlphaProblem, fixed_alpha, largest_block_size, paper, per_tensor, plan
 from memo.decide.step_seconds import StateSeconds, UnitRates, step_seconds
-from memo.decide.where import Rates, Room, decide, place_whole, placed, problem_of, resting, ways_of
+from memo.decide.where import Rates, Room, decide, place_whole, placed, problem_of, rows_that_stay, ways_of
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement, rows
 from memo.memory.sizes import Sizes
@@ -383,7 +383,7 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     A = [whole * n // sum(cuts) for n in cuts]
     link = carried * A[0]
     problem = replace(problem, offload_bytes_per_s=link)
-    stays = resting(problem)
+    stays = rows_that_stay(problem)
     placement = replace(p, stays=stays)
     sizes = Sizes(placement, problem.tensors)
     travels = [sizes.moved(step) for step in placement.schedule() if step.op is Op.OFFLOAD]
@@ -402,11 +402,11 @@ def test_with_recompute_forbidden_and_equal_flops_the_ratios_are_sppos(carried):
     resident = sum(rests)
     if resident:  # on a device with half the room half as many rows stay
         least = Sizes(p, problem.tensors).device_bytes
-        half = replace(p, stays=resting(replace(problem, device_bytes=least + resident / 2)))
+        half = replace(p, stays=rows_that_stay(replace(problem, device_bytes=least + resident / 2)))
         here = sum(Sizes(half, problem.tensors).survivor_bytes(resident=True).values())
         assert resident / 2 - N * row <= here <= resident / 2
         assert Sizes(half, problem.tensors).device_bytes <= least + resident / 2
-        assert not resting(replace(problem, device_bytes=least - 1))
+        assert not rows_that_stay(replace(problem, device_bytes=least - 1))
 
 
 @pytest.mark.parametrize("cut", ["equal", "flops"])

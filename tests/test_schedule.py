@@ -10,7 +10,7 @@ import pytest
 
 from memo.memory.placement import Placement
 from memo.schedule import periods
-from memo.schedule.access import Memory
+from memo.schedule.access import AccessTable
 from memo.schedule.listing import listing, shortened
 from memo.schedule.order import STREAM_PLACES, forward_order, keys_leave
 from memo.schedule.program import Fates, Program
@@ -453,15 +453,15 @@ def test_touches_that_an_operation_does_not_state_are_missed():
         return step.op, step.moved, step.peer is not None and step.back
     missed, seen = set(), set()
     for case in itertools.islice(cases(), 0, None, 23):
-        p, said = case.program, Memory.access
+        p, said = case.program, AccessTable.access
         steps = [*p.steps()]
         kinds = {kind(step) for step in steps}
         seen |= kinds
         for silent in kinds - missed:
             def access(memory, step, silent=silent, said=said):
                 return Access([], []) if kind(step) == silent else said(memory, step)
-            with patch.object(Memory, "access", access):
-                waits = Pass(steps, Memory(p)).schedule()
+            with patch.object(AccessTable, "access", access):
+                waits = Pass(steps, AccessTable(p)).schedule()
             if refusal(waits, (p.fates, p.layers, p.subsequences, p.order), p.trains):
                 missed.add(silent)
     assert {str(k) for k in seen - missed} == set()

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from memo.schedule.access import Memory
+from memo.schedule.access import AccessTable
 from memo.schedule.program import Fates, Program, coming
 from memo.schedule.states import States
 from memo.schedule.step import Access
@@ -120,7 +120,7 @@ def test_passes_in_any_order_have_no_race(case):
 def test_without_the_touches_of_any_kind_of_step_they_have():
     def kind(step):
         return step.op, step.moved
-    seen, missed, stated = set(), set(), Memory.access
+    seen, missed, stated = set(), set(), AccessTable.access
     for case, (_, states) in CASES.items():
         def made(case=case, states=states):
             return passes_of(Program(fates_of(case), L), states)
@@ -129,7 +129,7 @@ def test_without_the_touches_of_any_kind_of_step_they_have():
         for silent in kinds - missed:
             def access(memory, step, silent=silent):
                 return Access([], []) if kind(step) == silent else stated(memory, step)
-            with patch.object(Memory, "access", access):
+            with patch.object(AccessTable, "access", access):
                 if first_race(made(), states):
                     missed.add(silent)
     assert {str(k) for k in seen - missed} == set()

@@ -1,8 +1,8 @@
 """A layer: its parameters, the skeletal activations that it keeps from its forward for its backward,
 and the operation that makes each of them. One value per family of models; all else reads it. No torch.
 
-Rows are tokens: of the B*T tokens of a rank's sequences, one after the other, N = B*T/tp are a rank's own.
-What is split by heads or columns is (N, tp, width/tp), the rest (N, width), see parallel/tp.py. So in every
+Rows are tokens: of the N = B*T tokens of a rank's sequences, in order, n = N/tp are a rank's own. What is
+split by heads or columns is (n, tp, width/tp), the rest (n, width), see parallel/tp.py. So in every
 skeletal tensor but `lse` a range of rows is contiguous. Source: MEMO 3.1 and 4.1."""
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Skeletal:
-    """Describes one row of the skeletal table. `width`: elements a token, over all tp ranks; 0: one fp32
+    """Describes a skeletal tensor. `width`: elements a token, over all tp ranks; 0: one fp32
     statistic a token, or with `per_head` one a head. `split`: among the tp ranks by heads or columns,
     otherwise by tokens; a statistic then is one of each rank's columns. `fp8`: kept as FP8 products take it,
     with the statistic <name>_scale (memo/kernels/fp8.py). `group`: the "others" of MEMO, which are token-wise

@@ -1,11 +1,13 @@
-"""The alpha program: how much of every layer's skeletal activations is swapped; the rest is recomputed.
+"""The problem of alpha: how much of every layer's skeletal activations is swapped; the rest is recomputed.
 
-x, attn_out and lse are always swapped; "others" are all other tensors, with several subsequences but for k
-and v. Each subsequence then has an alpha of its own, whose copies hide behind the unit that follows; what one
-byte saves is the same in all of them, for others are rebuilt token by token. `paper` finds one alpha for all
-tensors in closed form, `per_tensor` one fraction for each group of them by a linear program, `fixed_alpha`
-takes alpha as it is. Plain numbers in, a SwapPlan out; where.py chooses the number of buffers, makes rows of
-it, and lowers alpha where the simulator sees a stall. Source: MEMO 4.1; SPPO 5.2.
+x, attn_out and lse are swapped whatever alpha is (of an `input_only` unit x alone); "others" are all other
+tensors, with several subsequences but for k and v. Each subsequence then has an alpha of its own, whose
+copies hide behind the unit that follows. Copies back set no limit: a backward takes about twice as long as a
+forward. `per_tensor`, the default, finds one fraction for each group of tensors by a linear program, `paper`
+one alpha for all in closed form, `fixed_alpha` takes alpha as it is. Plain numbers in, a SwapPlan out;
+memo/decide/where.py chooses the number of buffers and makes rows of alpha; with subsequences, or layers that
+come, it also simulates the step, and lowers alpha where that stalls less and is no slower. Source: MEMO 1 and
+4.1; SPPO 5.2.
 """
 
 from collections import Counter
@@ -24,7 +26,8 @@ ANY_HOST = 2**62  # bytes of a host that holds whatever there is
 
 @dataclass(frozen=True)
 class AlphaProblem:
-    """One rank's sizes, speeds and room. `placement`: its units and buffers; `kept` is what is asked for."""
+    """One rank's sizes, speeds and room. `placement`: its units and buffers; its `kept` is not read: that
+    is the answer."""
 
     placement: Placement
     tensors: dict[str, Tensor]  # all skeletal tensors of one layer, all rows
@@ -60,14 +63,14 @@ class AlphaProblem:
     # --- units ---
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
+    def lengths(self) -> tuple[int, ...]:
         """Lists the rows of a unit at each subsequence, and of each guest's: see Placement.lengths."""
         return self.placement.lengths
 
     @cached_property
     def parts(self) -> list[float]:
         """Lists these rows as parts of all rows."""
-        return [n / self.placement.n_rows for n in self.cuts]
+        return [n / self.placement.n_rows for n in self.lengths]
 
     @property
     def n_swapped(self) -> int:
@@ -77,21 +80,21 @@ class AlphaProblem:
     def swapped(self) -> list[int]:
         """Units of each subsequence that are swapped."""
         of = Counter(self.placement.kinds[:self.n_swapped])
-        return [of[i] for i in range(len(self.cuts))]
+        return [of[i] for i in range(len(self.lengths))]
 
     @cached_property
-    def weights(self) -> list[float]:
+    def row_parts(self) -> list[float]:
         """Lists each subsequence's part of the rows of all swapped units; of all units where none is."""
         rows = self.swapped_rows
-        return [c * n / rows for c, n in zip(self.swapped, self.cuts, strict=True)] if rows else self.parts
+        return [c * n / rows for c, n in zip(self.swapped, self.lengths, strict=True)] if rows else self.parts
 
     @cached_property
     def swapped_rows(self) -> int:
-        return sum(c * n for c, n in zip(self.swapped, self.cuts, strict=True))
+        return sum(c * n for c, n in zip(self.swapped, self.lengths, strict=True))
 
     def mean(self, alphas: Sequence[float]) -> float:
         """Averages the alphas of all subsequences over the rows of the swapped units."""
-        return sum(w * a for w, a in zip(self.weights, alphas, strict=True))
+        return sum(w * a for w, a in zip(self.row_parts, alphas, strict=True))
 
     # --- the host ---
 
@@ -104,17 +107,12 @@ class AlphaProblem:
         twice = self.swapped_rows - sum(p.cuts[:self.n_swapped]) if by_layer else 0
         return self.sizes.stream_bytes + self.sizes.keys_bytes - self.sizes.row_bytes[INPUT] * twice
 
-    @property
-    def layer_keys_bytes(self) -> int:
-        """Counts the bytes of keys and values that a layer sends."""
-        return self.sizes.sent_keys_row_bytes * self.placement.n_rows
-
     def unit_bytes(self, always: int, others: Sequence[float]) -> list[int]:
         """Counts the bytes of the rows of a unit at each subsequence, where a layer has `always` in all
         rows, and others[i] more if all were as those of subsequence i."""
-        n_rows, whole = self.placement.n_rows, int if len(self.cuts) == 1 else ceil  # a part may be inexact
+        n_rows, whole = self.placement.n_rows, int if len(self.lengths) == 1 else ceil  # parts may be inexact
         return [always * n // n_rows + whole(part * more)
-                for n, part, more in zip(self.cuts, self.parts, others, strict=True)]
+                for n, part, more in zip(self.lengths, self.parts, others, strict=True)]
 
     def slab_bytes(self, units: Sequence[int]) -> int:
         """Counts the host's bytes with units of so many bytes at each subsequence."""
@@ -122,13 +120,13 @@ class AlphaProblem:
 
     def needed_bytes(self, alpha: float) -> int:
         """Counts the host's bytes with one alpha for all."""
-        others = [alpha * self.others_bytes] * len(self.cuts)
+        others = [alpha * self.others_bytes] * len(self.lengths)
         return self.slab_bytes(self.unit_bytes(self.always_bytes, others))
 
     @cached_property
     def input_bytes(self) -> list[int]:
         """Counts the bytes of a unit at each subsequence that keeps only its input."""
-        return self.unit_bytes(self.nbytes[INPUT], [0] * len(self.cuts))
+        return self.unit_bytes(self.nbytes[INPUT], [0] * len(self.lengths))
 
     @property
     def least_bytes(self) -> int:
@@ -141,7 +139,7 @@ class AlphaProblem:
         room: float = self.host_bytes - self.needed_bytes(0)
         whole = left = float(self.needed_bytes(1) - self.needed_bytes(0))
         for most, weight in sorted((min(max(a, 0.0), 1.0), w)
-                                   for a, w in zip(self.overlap, self.weights, strict=True)):
+                                   for a, w in zip(self.overlap, self.row_parts, strict=True)):
             if most * left >= room:
                 return room / left if left else 0.0
             room, left = room - most * weight * whole, left - weight * whole
@@ -159,17 +157,17 @@ class AlphaProblem:
     @cached_property
     def overlap(self) -> list[float]:
         """Finds for each subsequence the largest alpha whose copies hide; at most 1, negative where those of
-        x, attn_out, keys and values do not. The last unit writes over the buffer of the last swapped one: the
-        copies of all U - n swapped of U units have U - 2 units' time, from the end of the first one on, each
-        (U - 2) / (U - n) units'. A unit's time is the mean of the n - 1 that follow, with n = 2 the next."""
+        x, attn_out, keys and values do not. Of U units U - n are swapped. Their copies run after the first
+        unit and before the last one, which writes over the last one copied: in U - 2 units' time, each in
+        (U - 2)/(U - n). A unit's time is the mean of the n - 1 that follow it, with n = 2 the next one's."""
         p, found = self.placement, dict[int, float]()
-        always = self.always_bytes + self.layer_keys_bytes
+        always = self.always_bytes + self.sizes.layer_keys_bytes
         for i, *following in p.followed:
             mean_s = sum(self.forward_s[j] for j in following) / len(following)
             hidden = mean_s * ((p.n_units - 2) / self.n_swapped) * self.offload_bytes_per_s
             alpha = (hidden - always * self.parts[i]) / (self.others_bytes * self.parts[i])
             found[i] = min(alpha, found.get(i, 1.0))
-        return [found.get(i, 1.0) for i in range(len(self.cuts))]
+        return [found.get(i, 1.0) for i in range(len(self.lengths))]
 
     @cached_property
     def limits(self) -> dict[str, float]:
@@ -215,7 +213,7 @@ class SwapPlan:
 def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
     """Makes the SwapPlan of these fractions, whether or not its copies hide."""
     nbytes, limits, n = problem.nbytes, problem.limits, problem.n_swapped
-    others = [sum(f[i] * nbytes[name] for name, f in fractions.items()) for i in range(len(problem.cuts))]
+    others = [sum(f[i] * nbytes[name] for name, f in fractions.items()) for i in range(len(problem.lengths))]
     units, inputs = problem.unit_bytes(problem.always_bytes, others), problem.input_bytes
     host, input_only = problem.slab_bytes(units), 0
     for count, unit, x in zip(problem.swapped, units, inputs, strict=True):  # see Placement.gives_up
@@ -224,7 +222,7 @@ def plan(problem: AlphaProblem, fractions: Fractions) -> SwapPlan:
         host, input_only = host - giving * (unit - x), input_only + giving
     lowest = min(limits, key=limits.__getitem__)
     binds = lowest if limits[lowest] < 1 else None
-    layer = sum(units if input_only < n else inputs) + problem.layer_keys_bytes if n else 0
+    layer = sum(units if input_only < n else inputs) + problem.sizes.layer_keys_bytes if n else 0
     alphas = tuple(of / problem.others_bytes for of in others)
     return SwapPlan(fractions, alphas, problem.mean(alphas), limits, binds, input_only, layer, host,
                     host <= problem.host_bytes)
@@ -257,7 +255,7 @@ def per_tensor(problem: AlphaProblem, recompute_s: dict[str, float]) -> SwapPlan
 
 def fixed_alpha(problem: AlphaProblem, alpha: float, block_size: int, multiple: int = 1) -> SwapPlan:
     """Makes the SwapPlan of an alpha set by hand, in [0, 1], hidden or not. Errors: OutOfHostMemory."""
-    chosen = plan(problem, dict.fromkeys(problem.others, (float(alpha),) * len(problem.cuts)))
+    chosen = plan(problem, dict.fromkeys(problem.others, (float(alpha),) * len(problem.lengths)))
     if chosen.input_only:
         limit, needed = problem.limits["host"], problem.needed_bytes(alpha)
         longest = largest_block_size(problem, block_size, multiple, alpha)

@@ -20,7 +20,7 @@ from memo.config.formulas import layer_forward_flops
 from memo.config.layer import tensors_of
 from memo.config.layout import ALIGNED, LANES, Layout, subsequence_lengths
 from memo.decide.step_seconds import UnitRates
-from memo.decide.where import STALL, Placed, StageFacts, largest_part, place_rows, placed, rests
+from memo.decide.where import STALL, Placed, StageFacts, keeps_rows, largest_part, place_rows, placed
 from memo.errors import OutOfHostMemory
 from memo.memory.flat import layer_numel
 from memo.memory.placement import Placement
@@ -73,7 +73,7 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
     if not all(stage.timed for stage in stages):
         return found
     problems = {k: stage.problem(p) for k, (stage, (p, *_)) in enumerate(zip(stages, alone, strict=True))
-                if (stage.cfg.finds_alpha or rests(stage.cfg)) and p.n_swapped > 0}
+                if (stage.cfg.finds_alpha or keeps_rows(stage.cfg)) and p.n_swapped > 0}
     if not problems:
         return found
     between = seconds_between(stages)

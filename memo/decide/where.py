@@ -4,7 +4,7 @@ estimate what it models. No torch. Source: MEMO 4.1."""
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import ceil, fsum, inf
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ from memo.schedule.periods import Totals, totals_of
 from memo.schedule.step import Step
 
 
-def rests(cfg: Layout) -> bool:
+def keeps_rows(cfg: Layout) -> bool:
     """Says whether rows whose copies do not hide stay on the device, as far as that has room."""
     return cfg.activation == "swap" and cfg.subsequences > 1
 
 
-def resting(problem: AlphaProblem) -> Rows:
+def rows_that_stay(problem: AlphaProblem) -> Rows:
     """Finds Placement.stays where recompute is forbidden: of each tensor but x the rows beyond what the link
     carries while the next unit computes, or what the device has room for. Source: SPPO 5.2."""
     p, x = problem.placement, problem.nbytes[INPUT]
@@ -39,9 +39,9 @@ def resting(problem: AlphaProblem) -> Rows:
     if not needs or room <= 0:
         return {}
     if needs <= room:
-        stay = tuple(ceil(part * n) for part, n in zip(parts, problem.cuts, strict=True))
+        stay = tuple(ceil(part * n) for part, n in zip(parts, problem.lengths, strict=True))
     else:
-        stay = tuple(int(part * n * room / needs) for part, n in zip(parts, problem.cuts, strict=True))
+        stay = tuple(int(part * n * room / needs) for part, n in zip(parts, problem.lengths, strict=True))
     return {name: stay for name in problem.tensors if name != INPUT and not p.apart(name)}
 
 
@@ -50,6 +50,7 @@ def swaps_layers(cfg: Layout) -> bool:
     return cfg.activation in ("swap", "memo") and len(cfg.layers) * cfg.subsequences > 2
 
 
+@lru_cache(16)  # each of the ways_of() a config has it
 def all_kept(cfg: Layout, B: int, T: int) -> Placement:
     """Makes the Placement of B sequences, T tokens each on a rank of cp, in as many buffers as units."""
     cuts = unit_rows(cfg, B, T)
@@ -99,7 +100,7 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
                recompute_s: dict[str, float] | None = None) -> tuple[Placement, SwapPlan | None]:
     """Makes rows of the mode for the problem of a config; the SwapPlan is None where nothing is copied.
     `recompute_s`: for per_tensor, which needs it. Errors: OutOfHostMemory."""
-    N, cuts = problem.placement.n_rows, problem.cuts
+    N, cuts = problem.placement.n_rows, problem.lengths
     if cfg.activation == "keep":
         return placed(cfg, problem.placement.n_units), None
     if cfg.activation == "recompute":
@@ -129,7 +130,7 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
     kept: Rows = {name: N if name not in by_unit else by_unit[name] if len(cuts) > 1 else by_unit[name][0]
                   for name in problem.tensors}
     placement = replace(problem.placement, kept=kept, input_only=chosen.input_only)
-    if rests(cfg) and problem.device_bytes < inf and (stays := resting(problem)):
+    if keeps_rows(cfg) and problem.device_bytes < inf and (stays := rows_that_stay(problem)):
         placement = replace(placement, stays=stays)
         here = sum(Sizes(placement, problem.tensors).survivor_bytes(resident=True).values())
         chosen = replace(chosen, host_bytes=chosen.host_bytes - here,
@@ -240,8 +241,9 @@ def with_buffers(cfg: Layout, problem: AlphaProblem, room: Room) -> AlphaProblem
     """Gives the problem as many buffers as there is room for, where that is for memo to find. A buffer more
     is a unit less to swap: where more than two fit whole, up to one a unit, they are taken; with
     alpha_mode=paper, or on a CPU, either all of them or two. A CPU's memory is the host's: there a copy frees
-    nothing and takes the time of the cores that compute, and the host's limit alone bounds the two."""
-    if rests(cfg) and not room.cpu:
+    nothing and takes the time of the cores that compute. So the two have no limit of the device's; overlap
+    and host bound alpha as on a GPU."""
+    if keeps_rows(cfg) and not room.cpu:
         return replace(problem, device_bytes=room.spare_bytes)
     if not (swaps_layers(cfg) and cfg.finds_alpha):
         return problem

@@ -21,23 +21,22 @@ class Placement(Surroundings, InOrder):
 
     Unit k, by its place in the order of the forward, computes in buffer k % n_buffers. Of a swapped unit,
     `kept[name]` of the n rows of each tensor survive: `x` on the device if x_stays, all else in the host
-    slab. They are the first rows in an even buffer and the last in an odd one, and two buffers lie in memory
-    so that their other rows, which are recomputed anyway, are the same:
+    slab. They are the first rows in an even buffer and the last in an odd one. Where there are two buffers,
+    and only then, their other rows, which are recomputed anyway, share memory:
 
         buffer 0   kept rows | shared rows                          n + kept rows in all, not 2 n
         buffer 1               shared rows | kept rows
 
-    Of the rows that survive, the last `stays[name]` have their copy on the device in the place of the host
-    (SPPO's rest). The last n_buffers units are not swapped: they are whole, but for the last but one of two
-    buffers, whose shared rows the last one takes. `input_only` swapped units keep x alone and recompute their
-    attention too: the earliest subsequences of all layers first, where it costs least. Modes: keep (a buffer
-    for each unit), recompute (one, x_stays, only inputs), swap, memo.
+    Of the rows that survive, the last `stays[name]` are copied to the region "resident" on the device instead
+    (SPPO). The last n_buffers units are not swapped, and are whole; but with two buffers the last unit takes
+    the shared rows of the last but one, which has to recompute them. `input_only` swapped units keep x alone
+    and recompute their attention too: the earliest subsequences of all layers first, where it costs least.
+    Modes: keep (a buffer for each unit), recompute (one, x_stays, only inputs), swap, memo.
 
     With several subsequences, `cuts`, keys and values are in none of these buffers, nor is the stream between
     layers (memo/schedule/program.py). Layer by layer a unit whose input is in a stream that is copied sends
     no x. Rows that other stages compute, `lent`, are in none of the stage's buffers for units; those of
-    `guests` are units like its own, of a subsequence each (memo/schedule/help.py). `dealt`: how often each
-    head of keys lies in the pieces of all ranks (memo/config/layer.py: keys_dealt).
+    `guests` are units like its own, of a subsequence each (memo/schedule/help.py).
     """
 
     n_layer: int
@@ -49,7 +48,7 @@ class Placement(Surroundings, InOrder):
     cuts: tuple[int, ...] = ()  # rows of each subsequence, which add up to n_rows; empty: there is one
     order: str = "layer"
     stays: Rows = field(default_factory=dict)  # {tensor: of n_rows}: survivors whose copy is on the device
-    dealt: int = 1
+    dealt: int = 1  # how often each head of keys lies in the pieces of all ranks (layer.keys_dealt)
 
     @cached_property
     def subsequences(self) -> int:
@@ -93,7 +92,7 @@ class Placement(Surroundings, InOrder):
         return self.several and name in KEYS_VALUES
 
     def part(self, i: int, whole: int | tuple[int, ...]) -> int:
-        """Counts rows of a unit of `lengths[i]`: whole[i], or as large a part of them as `whole` of all."""
+        """Counts rows of a unit of kind i: whole[i], or lengths[i] * whole / n_rows, rounded."""
         if isinstance(whole, tuple):
             return whole[i]
         return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
@@ -136,16 +135,16 @@ class Placement(Surroundings, InOrder):
 
     def find_buffers(self, n: int, kept: int | tuple[int, ...]) -> list[tuple[int, int]]:
         """Lists (first row, rows) of n buffers of which so many rows survive."""
-        found = buffers_in_turns(self.forward_order, self.lengths, n)
+        found, lengths = buffers_in_turns(self.forward_order, self.lengths, n), self.lengths
         if n != 2:
             return found
-        lengths = [rows for _, rows in found]
+        if not isinstance(kept, tuple):
+            kind = {length: i for i, length in enumerate(lengths)}  # to count for each length once
+            kept = tuple(map({n: self.part(i, kept) for n, i in kind.items()}.__getitem__, lengths))
         # neighbours take turns: neither may reach into what the other keeps
-        survive = [self.part(i, kept) for i in range(len(self.lengths))]
-        spans = [self.lengths[a] + survive[b] for i, j in self.forward_order.neighbours
-                 for a, b in ((i, j), (j, i))]
-        span = max(*lengths, *spans)
-        return [(0, lengths[0]), (span - lengths[1], lengths[1])]
+        (_, even), (_, odd), pairs = *found, self.forward_order.neighbours
+        span = max(even, odd, *(max(lengths[i] + kept[j], lengths[j] + kept[i]) for i, j in pairs))
+        return [(0, even), (span - odd, odd)]
 
     def place(self, k: int, name: str) -> int:
         """Finds the first row of unit k's `name` in its memory: a buffer's first rows, an odd one's last."""

@@ -9,7 +9,7 @@ from typing import Literal
 from memo.config.layer import INPUT, KEYS_VALUES, Tensor
 from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
-from memo.schedule.access import Memory
+from memo.schedule.access import AccessTable
 from memo.schedule.help import HELPER_PLACES
 from memo.schedule.order import keys_leave
 from memo.schedule.program import SWEEP_PLACES
@@ -101,6 +101,11 @@ class Sizes:
         return self.row_bytes[INPUT] * self.placement.stream_rows.end
 
     @property
+    def layer_keys_bytes(self) -> int:
+        """Counts the bytes of keys and values that a layer sends."""
+        return self.sent_keys_row_bytes * self.placement.n_rows
+
+    @property
     def keys_bytes(self) -> int:
         """Counts the bytes of keys and values that go to the host, of all units."""
         p = self.placement
@@ -132,8 +137,8 @@ class Sizes:
     # --- what moves ---
 
     @cached_property
-    def memory(self) -> Memory:
-        return Memory(self.placement.program)
+    def memory(self) -> AccessTable:
+        return AccessTable(self.placement.program)
 
     @cached_property
     def kept(self) -> dict[tuple[int, Content, bool], dict[str, tuple[int, int]]]:

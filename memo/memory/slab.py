@@ -1,4 +1,5 @@
-"""The host slab: the one block of host memory that swapped activations go to, exactly as large as they are.
+"""The host slab: the one block of host memory that swapped activations go to, exactly as large as those of a
+micro batch; each writes it anew.
 
 It is page-locked by registering it with the driver: torch's pinned-memory cache would round it up to a power
 of two. Source: MEMO 4.1; the best alphas of its Table 5 follow from half of the host's memory."""

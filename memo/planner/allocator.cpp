@@ -1,8 +1,8 @@
 // Records and replays the memory requests of a training step, inside torch's allocator interface: see
 // memo/planner/allocator.py. Source: MEMO (arXiv 2407.12117), 4.3.4.
 //
-// Every step of training makes the same requests in the same order. So the first step is recorded; a planner
-// then computes one address for each request in one large block, the arena; in later steps a request costs a
+// Every step of training makes the same requests in the same order. So a rehearsal is recorded; a planner
+// then computes one address for each request in one large block, the arena; in a step a request costs a
 // look into the plan, and fragmentation cannot occur. A segment is a named stretch of a step (a layer's
 // forward, say).
 //

@@ -1,8 +1,9 @@
 """Record and replay of memory requests inside torch's allocator interface: the Python side of allocator.cpp.
 
-The requests of a segment (a layer's forward, say) without a plan are served by torch and recorded, once; with
-one they get their planned addresses in the arena. What the plan does not have, or whose place is taken, is a
-miss, which torch serves; it is reported once for each segment. Source: MEMO 4.3.4."""
+Without a plan the requests of a segment (a layer's forward, say) are served by torch and recorded, once. With
+one a request gets the address of the next planned one of its size, among the next few. If there is none, or
+its place is taken, it is a miss, which torch serves; it is reported once for each segment. A wrong plan costs
+speed, never data. Source: MEMO 4.3.4."""
 
 import ctypes
 import hashlib

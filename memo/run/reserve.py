@@ -88,7 +88,7 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     """Finds the Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for
     one. Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
-    if not (finds or where.rests(cfg) or cfg.msp):
+    if not (finds or where.keeps_rows(cfg) or cfg.msp):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)

@@ -2,7 +2,8 @@
 
 A place is a region of memory that streams use one after the other; a step reads some places and writes some.
 What is read and then written over, or added to, stands among the writes alone: a write waits for the last
-writer and for all readers since. Memory that only the compute stream touches needs no place.
+writer and for all readers since. AccessTable that only the compute stream touches needs no place; that
+rows to recompute have one adds no wait, but lets the replay check them (tests/replay.py).
 
 A copy or a message moves parts of what units have, the same at both ends. It touches the places where these
 lie. Bytes of parts: memo/memory/sizes.py; their tensors: memo/memory/buffers.py.
@@ -18,7 +19,7 @@ from memo.schedule.states import ADDS, States
 from memo.schedule.step import Access, Content, Moved, Op, Part, Place, Places, Region, Step, Unit, place_at
 
 
-class Memory:
+class AccessTable:
     """States the places of a stage, and which step touches which. `states`: where parameters and gradients of
     layers that stay are; None leaves these out: within a pass the compute stream alone touches them."""
 
@@ -44,8 +45,8 @@ class Memory:
     def kept(self, unit: Unit) -> Place:
         return place_at(Region.KEPT, self.number[unit] % self.fates.n_buffers)
 
-    def rest(self, unit: Unit) -> Place:
-        return place_at(Region.REST, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
+    def dropped(self, unit: Unit) -> Place:
+        return place_at(Region.DROPPED, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
 
     def input(self, unit: Unit) -> Place:
         """Finds where a unit keeps its input; with one subsequence that of layer `layers` is the head's."""
@@ -272,7 +273,7 @@ class Memory:
             case Op.FORWARD:
                 own = [self.input(unit), self.keys(unit)] if self.several else []
                 return Access([self.below(unit), *self.prefix(unit, own=False)],
-                              [self.kept(unit), self.rest(unit), *own, self.above(unit)])
+                              [self.kept(unit), self.dropped(unit), *own, self.above(unit)])
             case Op.HEAD:  # the gradient takes the place of what it is made of
                 return Access([], self.places(Part(Content.ABOVE, unit)))
             case Op.RECOMPUTE:
@@ -292,9 +293,9 @@ class Memory:
     def recompute(self, unit: Unit) -> Access:
         if self.number[unit] in self.fates.input_only:
             reads = [self.input(unit), *self.prefix(unit, own=True)]
-            writes = [self.rest(unit), self.kept(unit)]
+            writes = [self.dropped(unit), self.kept(unit)]
         else:
-            reads, writes = [self.kept(unit), self.input(unit)], [self.rest(unit)]
+            reads, writes = [self.kept(unit), self.input(unit)], [self.dropped(unit)]
         if unit in self.turn:
             reads.append(self.keys(unit))
         return Access(reads, writes)
@@ -304,9 +305,9 @@ class Memory:
         reads = self.prefix(unit, own=True)
         # the gradients of input and output take the places of these
         writes = [self.kept(unit), self.input(unit), self.below(unit), self.above(unit)]
-        # of a unit that is not rebuilt no row rests if it is copied, or in two buffers not the last one
+        # a unit that is not rebuilt drops no row if it is copied, or in two buffers not the last one
         if k in fates.rebuilt or not (k in copied or (self.shares and k < len(self.units) - 1)):
-            reads = [self.rest(unit), *reads]
+            reads = [self.dropped(unit), *reads]
         if unit in self.turn:
             writes += [self.keys(unit), *self.places(Part(Content.REPAID, unit))]
         elif fates.lent:  # it adds to the sums of all before it and of its own, and uses its keys up

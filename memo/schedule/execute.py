@@ -41,7 +41,7 @@ class Executor:
         """Launches the steps. work_of(step): what it does."""
         for step, waits in steps.items():
             stream = self.streams.named(step.stream)
-            for earlier in sorted(waits, key=wait_kind):  # by name, bubbles first: copies may hide in them
+            for earlier in sorted(waits, key=wait_kind):  # bubbles first: a copy may end while one lasts
                 stream.wait(self.events[earlier], self.reasons[step, earlier])
             stream.launch(*work_of(step))
             if step in self.events:

@@ -7,24 +7,26 @@ A unit is one layer at one subsequence. Units are computed in order, one buffer 
                slab, while the next units compute
     backward   the last n units are still in their buffers, but for rows that two buffers share
                (memo/memory/placement.py); when unit k is done, the prefetch stream refills its buffer with
-               unit k - n, while the units between compute; rows that lack are recomputed before a backward
+               unit k - n, while the units between compute; missing rows are recomputed before a backward
 
 `memo` and `swap` have n = 2 or more, `keep` has a buffer for each unit, `recompute` one: both copy nothing.
+That is MEMO. The rest is of subsequences, of stages, of layers that come: skip it at first.
 
-With several subsequences a unit reads the keys and values of its layer's earlier subsequences. Layer by layer
-they have the places of one layer, which the next layer takes over piece by piece: a piece leaves for the
-slab, and comes back when the backward of the layer above has used up the one that lies there; or a sweep
-makes it again from the layer's input, right behind that backward. The first piece has two places, for even
-and odd layers: a layer's first backward unit reads all pieces while the layer above still needs its first.
+With several subsequences a unit reads the keys and values of its layer's earlier ones. Layer by layer only
+one layer's lie on the device. The next layer writes over them, a subsequence (a piece) at a time: so each
+piece is copied to the slab first. It comes back when the backward of the layer above is done with that place;
+or a sweep makes it again from the layer's input, right behind that backward. The first piece has two places:
+a layer's first backward unit reads all pieces while the layer above still needs its first.
 
-What lies between two layers, the stream, is whole on the device or has a few places there, which units take
-in turns: one arrives, one is computed on, one leaves. A unit's output takes the place of its input, leaves
-for the slab and comes back as the input of the layer above; so does the gradient in the backward, over that
-input. Subsequence by subsequence only the head's gradients leave: all layers of a subsequence have one place.
+What lies between two layers, the residual stream (STREAM in names; no CUDA stream), is whole on the device or
+has a few places there, which units take in turns: one arrives, one is computed on, one leaves. A unit's
+output takes the place of its input, leaves for the slab and comes back as the input of the layer above; so
+does the gradient in the backward, over that input. Subsequence by subsequence only the head's gradients
+leave: all layers of a subsequence have one place.
 
-A stage of a pipeline that is not the first receives its first layer's input in the place of the embedding,
-and sends the gradient of it; one that is not the last sends its last layer's output in the place of the head,
-and receives the gradient of that. Each message is posted while the subsequence before is computed.
+A stage of a pipeline that is not the first receives its first layer's input instead of embedding, and sends
+the gradient of it; one that is not the last sends its last layer's output instead of having a head, and
+receives the gradient of that. Each message is posted while the subsequence before is computed.
 
 Where layers take turns in two places for their parameters (memo/memory/flat.py), those of layer j come when
 the forward of layer j - 2 is done, and again in the backward when that of layer j + 2 is done, whose
@@ -54,7 +56,7 @@ class Surroundings:
     With several subsequences, `keys` "stay" (those of all layers have places), are "copied" or "made"; the
     `stream` between layers is "whole", "copied" or, with a few places that are sent, "passed". `receives`:
     another stage sends the input of the first layer; `sends`: one takes the output of the last. `guests`:
-    what the stage computes for others; `lent`: what others compute for it (memo/schedule/help.py).
+    what the stage computes for others (MSP); `lent`: what others compute for it (memo/schedule/help.py).
     `layers_come`: the layers' parameters are on the device only while needed; `edges_come`: the edges' too.
     """
 
@@ -70,7 +72,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Fates(Surroundings):
-    """Says what becomes of the units' activations, each unit by its place in the order of the forward.
+    """Says what becomes of the units' activations. A unit is its number in the order of the forward.
 
     `copied`: their activations go to the host and come back. `rebuilt`: some of their rows are recomputed.
     `input_only`: of these nothing but the input survives. `x_stays`: all units' inputs stay on the device.
@@ -133,7 +135,7 @@ class Program(InOrder):
 
     @cached_property
     def streamed(self) -> set[Unit]:
-        """Collects the units of which what lies below comes from the host, where its gradient goes."""
+        """Collects the units whose input comes from the host, and whose dx goes there."""
         copied = self.fates.stream == "copied" and self.several
         return {*self.forward_order.stream_leaves} if copied else set()
 
@@ -241,7 +243,7 @@ class Program(InOrder):
             if layer != self.layers:  # the head's came in the forward
                 yield from self.next_sums(layer + LAYER_PLACES)
         if self.layers in self.come:
-            yield from self.drop(self.layers)
+            yield from self.send_gradients(self.layers)
             yield from self.next_sums(self.layers)
         if fates.sends:
             yield Step(Op.RECEIVE, Unit(top, last), Moved.GRADIENT, back=True)
@@ -274,7 +276,7 @@ class Program(InOrder):
             yield from self.helper.after(unit, back=True)
         complete = layer in self.come and i == 0  # a layer's gradients
         if complete:
-            yield from self.drop(layer)
+            yield from self.send_gradients(layer)
         if unit in self.streamed:
             yield Step(Op.OFFLOAD, unit, Moved.GRADIENT, back=True)
         if self.keys == "copied" and (below := keys_below(unit)) in self.number:
@@ -295,7 +297,7 @@ class Program(InOrder):
         if not fates.receives:
             yield Step(Op.EMBED_BACKWARD, unit, back=True)
             if EMBEDDING in self.come and i == 0:
-                yield from self.drop(EMBEDDING)
+                yield from self.send_gradients(EMBEDDING)
 
     # --- layers that come ---
 
@@ -310,8 +312,8 @@ class Program(InOrder):
         if layer in self.come and i == self.subsequences - 1 and layer + LAYER_PLACES in self.come:
             yield from self.bring(layer + LAYER_PLACES)
 
-    def drop(self, layer: int) -> Iterator[Step]:
-        """Yields the leaving of a layer's gradients, and the coming of the parameters that follow."""
+    def send_gradients(self, layer: int) -> Iterator[Step]:
+        """Yields the offload of a layer's gradients, and the prefetch of the parameters that follow."""
         yield Step(Op.OFFLOAD, Unit(layer, 0), Moved.WEIGHT_GRADIENTS, back=True)
         below = layer - LAYER_PLACES
         # these come twice: the last two are still in their places, and the embedding's backward needs none

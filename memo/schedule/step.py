@@ -139,7 +139,7 @@ class Region(Enum):
     """Says what lies in a place. The value names it for people."""
 
     KEPT = "kept rows of buffer"
-    REST = "rows to recompute of buffer"
+    DROPPED = "rows to recompute of buffer"
     INPUT = "input"  # or its gradient
     SLAB = "slab of unit"
     # with several subsequences
@@ -169,7 +169,7 @@ class Region(Enum):
 
 
 class Place(NamedTuple):
-    """`at`: numbers that tell it from others of its region."""
+    """Memory that streams use in turns; `at`: which one of its region."""
 
     region: Region
     at: tuple[int, ...]
@@ -204,7 +204,7 @@ class Content(Enum):
 
 
 class Part(NamedTuple):
-    """Says what a copy or a message moves of a unit. `rows`: (first, end) of its subsequence; None: all."""
+    """One thing that a copy or a message moves; `rows`: (first, end) of its subsequence; None: all."""
 
     content: Content
     unit: Unit

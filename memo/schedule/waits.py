@@ -1,7 +1,7 @@
 """The waits of a program, derived from what its steps touch. No torch.
 
-A step waits for the last writer of what it reads, and for the last writer and all readers since of what it
-writes: for the readers before, the writer has waited. It does not wait for its own stream, which does one
+A step waits for the last writer of what it reads. For what it writes it waits for the last writer and for all
+readers since; that writer has waited for the readers before. No step waits for its own stream, which does one
 thing after the other, nor where another wait says so already.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from memo.schedule.access import Memory
+from memo.schedule.access import AccessTable
 from memo.schedule.program import Program
 from memo.schedule.states import States
 from memo.schedule.step import Access, Place, Step
 
-# {step of another stream that must be done before: the place that this protects}, for steps in launch order
+# {step of another stream that must be done before: the place that both touch}, for steps in launch order
 Waits = Mapping[Step, Place]
 Schedule = Mapping[Step, Waits]
 Clock = dict[str, int]  # {stream: the number of its last step that is done for certain}
@@ -25,14 +25,15 @@ Clock = dict[str, int]  # {stream: the number of its last step that is done for 
 @lru_cache(16)  # most of the layouts that a search tries have the same
 def schedule(program: Program) -> Schedule:
     """Makes the schedule of a program."""
-    return Pass(program.steps(), Memory(program)).schedule()
+    return Pass(program.steps(), AccessTable(program)).schedule()
 
 
 class Pass:
-    """Derives the waits of a pass. Steps have numbers, in launch order. Every step has a clock, of what is
-    done for certain when it is; a step has to wait only for what its stream's clock does not hold yet."""
+    """Derives the waits of a pass: a micro batch's forward and backward, an evaluation, an update. Steps have
+    numbers, in launch order. Every step has a clock, of what is done for certain when it is; a step has to
+    wait only for what its stream's clock does not hold yet."""
 
-    def __init__(self, steps: Iterable[Step], memory: Memory) -> None:
+    def __init__(self, steps: Iterable[Step], memory: AccessTable) -> None:
         self.steps = [*steps]
         self.streams = [step.stream for step in self.steps]
         self.waits: list[dict[int, Place]] = []
@@ -41,7 +42,7 @@ class Pass:
         self.writer: dict[Place, int] = {}
         # since it was written, the last one of each stream
         self.readers: dict[Place, Clock] = defaultdict(dict)
-        # of each step: the places that no step before it has ordered for its stream: passes before may have
+        # of each step: the places that its stream has no order for yet: it may wait for a pass before
         self.first: list[Access] = []
         for number, step in enumerate(self.steps):
             self.add(number, memory.access(step))
@@ -114,8 +115,8 @@ def advance(clock: Clock, other: Clock) -> None:
 
 class Passes(NamedTuple):
     """Holds the schedules of a run, in parts that are launched at once. Passes follow each other in any
-    order, so a step also waits for what each of them may have left. Equal steps of all passes have one event:
-    who waits for one that its own pass launches later waits for that of an earlier pass. `last_backward`: of
+    order, so a step also waits for what each of them may have left. Equal steps of all passes share an event:
+    to wait for one that its own pass has not launched yet is to wait for an earlier pass. `last_backward`: of
     the last micro batch, which sends gradients away; `clip`, `update` follow."""
 
     evaluation: Schedule
@@ -136,10 +137,10 @@ def passes_of(program: Program, states: States,
     launch orders of a training pass and of an evaluation, where they are not the programs'."""
     alone = replace(program, trains=False)
     train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
-    evaluated = Pass(evaluation, Memory(alone, states))
+    evaluated = Pass(evaluation, AccessTable(alone, states))
     if not program.trains:
         return Passes(evaluated.schedule([evaluated]))
-    memory, early_steps = Memory(program, states), [*states.with_sums(train)]
+    memory, early_steps = AccessTable(program, states), [*states.with_sums(train)]
     last = Pass(states.with_reductions(train, program.subsequences), memory)
     update = Pass(states.update(), memory)
     # micro batches before the last one have a pass of their own where that has more steps
@@ -149,7 +150,7 @@ def passes_of(program: Program, states: States,
     def part(steps: Schedule, back: bool) -> Schedule:
         return {step: waits for step, waits in steps.items() if step.back == back}
     ended = last.schedule(before)  # the forward of all micro batches, and the backward where none is `early`
-    backward, *_ = (part(steps, True) for steps in (*(other.schedule(before) for other in early), ended))
+    backward = part(early[0].schedule(before) if early else ended, True)
     clip, *rest = update.schedule([last]).items()  # it follows the last at once
     return Passes(evaluated.schedule(before), part(ended, False), backward, part(ended, True), dict([clip]),
                   dict(rest))
