@@ -36,8 +36,8 @@ import time
 import torch
 
 from memo.checkpoint import checkpoint
-from memo.config.formulas import mfu, tgs
-from memo.data.batch import to_device
+from memo.config.formulas import mfu, model_flops, tgs
+from memo.data.batch import Batch
 from memo.huggingface.weights import HfWeights
 from memo.parallel.mesh import open_mesh
 from memo.run import reserve
@@ -100,38 +100,42 @@ def learning_rate(cfg: Config, it: int) -> float:
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (cfg.learning_rate - cfg.min_lr)
 
 
-def batch(run: Run, split: str, step: int, micro_step: int) -> list[torch.Tensor]:
-    """Draws [tokens, targets] of this rank's part of each sequence, (B, T) each, on its device."""
-    cfg = run.cfg
+def batch(run: Run, split: str, step: int, micro_step: int) -> Batch:
+    """Draws tokens and targets of this rank's part of each sequence, (B, T) each, on its device."""
     # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
-    pair = run.data.batch(split, step, micro_step, cfg.batch_size, cfg.block_size, cfg.seed, run.order)
-    return [to_device(t, run.device, cfg.pin_memory) for t in pair]
+    return run.data.draw(run.cfg, split, step, micro_step, run.mesh.dp.size, run.order).to(
+        run.device, run.cfg.pin_memory)
 
 
 def evaluate(run: Run) -> float:
     """Computes the mean loss over eval_iters batches of the validation split, the same ones each time."""
-    cfg, mesh = run.cfg, run.mesh
+    cfg, mesh, learned = run.cfg, run.mesh, 0
+    if cfg.documents:
+        learned = run.data.packings["val"].share(0, cfg.eval_iters * cfg.batch_size, cfg.seed).learned
     total = torch.zeros((), device=run.device)
     for first in range(0, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         i = first + mesh.dp.rank
         if i < cfg.eval_iters:
-            total += run.model.forward(*batch(run, "val", 0, i))
+            total += run.model.forward(*batch(run, "val", 0, i), learned=learned)
         elif cfg.layers_come:  # to all dp ranks at once: who has no batch left goes along
-            run.model.forward(*batch(run, "val", 0, first))
-    # each of the cp ranks has the mean over its own tokens
-    return mesh.mean_loss(total).item() / (cfg.eval_iters * cfg.cp)
+            run.model.forward(*batch(run, "val", 0, first), learned=learned)
+    # each of the cp ranks has the mean over its own tokens; with documents its part of the mean of all
+    return mesh.mean_loss(total).item() / (1 if learned else cfg.eval_iters * cfg.cp)
 
 
 def forward_backward(run: Run, it: int) -> torch.Tensor:
-    """Computes the loss of step `it`. Its gradients are on their way to the ranks that need them."""
+    """Computes the loss of step `it`, with documents the mean over its learned tokens, whichever rank has
+    them. Its gradients are on their way to the ranks that need them."""
     cfg, mesh = run.cfg, run.mesh
+    learned = run.data.share(cfg, it, mesh.dp.size).learned if cfg.documents else 0
     # of all dp ranks; `part`: the weight of one, on one of the cp ranks, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)
-    part, loss = 1 / (micro_batches * cfg.cp), torch.zeros((), device=run.device)
+    part = 1.0 if cfg.documents else 1 / (micro_batches * cfg.cp)
+    loss = torch.zeros((), device=run.device)
     # all batches first: the device need not wait for one later
     batches = [batch(run, "train", it, i) for i in range(mesh.dp.rank, micro_batches, mesh.dp.size)]
-    for i, (tokens, targets) in enumerate(batches):
-        loss += run.model.forward(tokens, targets, scale=part) * part
+    for i, one in enumerate(batches):
+        loss += run.model.forward(*one, scale=part, learned=learned) * part
         # the last backward sends each bucket of gradients as soon as it is complete
         run.model.backward(last=i == len(batches) - 1)
     return mesh.mean_loss(loss)
@@ -142,7 +146,6 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
 def train(run: Run, stop: command.StopSignal) -> None:
     """Takes all steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
-    tokens = cfg.batch_size * cfg.micro_batches(mesh.dp.size) * cfg.block_size
     offload_bytes = swap.host_bytes * run.model.micro_batches
     for it in range(run.first, cfg.max_iters):
         run.step = it
@@ -176,12 +179,15 @@ def train(run: Run, stop: command.StopSignal) -> None:
         step_s, stalled_s, stopped, longest_s, _ = every.amax(0).tolist()
         run.slowest_s = max(run.slowest_s, step_s)
         bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None
-        rate = tgs(tokens, mesh.host.size, step_s)
-        stats = StepStats(it, loss, lr, grad_norm, step_s, tokens, rate, mfu(cfg, rate, run.peak),
+        share = run.data.share(cfg, it, mesh.dp.size)
+        rate = tgs(share.tokens, mesh.host.size, step_s)
+        of_peak = mfu(cfg, rate, run.peak, model_flops(cfg, *share) / share.tokens)
+        stats = StepStats(it, loss, lr, grad_norm, step_s, share.tokens, rate, of_peak,
                           alpha=run.decision.alpha, offload_bytes=offload_bytes, stall_s=stalled_s,
                           bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
-                          sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss)
+                          sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss,
+                          target_tokens=share.learned if cfg.documents else None)
         # the arena plans segments that are new: after the first step those of clip and optimizer
         report_step(run, stats, spans, arena.settle())
         if stopped:  # by every rank alike: complete() saves what is done

@@ -137,7 +137,7 @@ def balance():
     rows, T = [], 1024
     for cp in (2, 4, 8, 16, 32, 64):
         [met] = RowOrder([(cp * T,)], "ring", cp).meetings(0, 0, T)
-        zigzag = [sum(scores(*tile, T) for source in range(cp) for tiles in met.tiles(rank, source)
+        zigzag = [sum(scores(*tile[:3], T) for source in range(cp) for tiles in met.tiles(rank, source)
                       for tile in tiles) for rank in range(cp)]
         plain = [rank * T * T + T * (T + 1) / 2 for rank in range(cp)]
         busiest = [max(work) / (sum(work) / cp) for work in (zigzag, plain)]

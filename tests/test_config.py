@@ -27,7 +27,7 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
         qkv_bias qk_norm tie_embeddings gelu position rope_theta rope_scaling
-        dataset check_data allow_other_data batch_size gradient_accumulation_steps
+        dataset check_data allow_other_data documents pack batch_size gradient_accumulation_steps
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
         max_iters learning_rate min_lr warmup_iters lr_decay_iters weight_decay beta1 beta2 grad_clip

@@ -73,7 +73,7 @@ def test_the_zigzag_is_balanced_at_every_step_of_the_ring():
     T = 128
     for cp in (2, 4, 16, 64):
         [met] = RowOrder([(cp * T,)], "ring", cp).meetings(0, 0, T)
-        work = [[sum(scores(*tile, T) for [tiles] in [met.tiles(rank, (rank - step) % cp)] for tile in tiles)
+        work = [[sum(scores(*tile[:3], T) for tile in met.tiles(rank, (rank - step) % cp)[0])
                  for step in range(cp)] for rank in range(cp)]
         for step in range(cp):
             assert len({row[step] for row in work}) == 1

@@ -72,7 +72,7 @@ def test_documents_come_back_whole(tmp_path, tokenizer):
     assert meta["tokenizer"] == dict(file="tokenizer.json", sha256=sha256, end_of_document="<|endoftext|>",
                                      parse_special=False)
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+    assert names == ["meta.json", "tokenizer.json", "train.bin", "train.docs", "val.bin", "val.docs"]
 
 
 @pytest.mark.parametrize("n", [2, 19, 20])

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from operator import eq
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from memo.kernels.ops import TORCH, rotations
 from memo.layer.activations import Weights
 from memo.layer.attend import HeadNorms, attend, attend_backward
 from memo.layer.cp import attention_over_ranks
-from memo.layer.tiles import Mask, RowOrder, one_sequence
+from memo.layer.tiles import CAUSAL, Mask, RowOrder, documents, one_sequence
 from memo.parallel.mesh import ALONE
 from memo.system.axis import Axis
 from testing.notes import noted_mesh
@@ -271,12 +270,15 @@ def test_bytes_do_not_grow_with_the_number_of_subsequences(size, dtype, Hkv):
 
 # --- other masks ---
 
-def masked(q, k, v, dout, mask):
-    """out, dq, dk, dv of the whole sequence under a mask, by autograd in fp64."""
+def pairs_seen(S, mask):
+    part = torch.bucketize(torch.arange(S), torch.tensor(mask.borders), right=True).tolist()
+    return torch.tensor([[j <= i and mask.sees(part[i], part[j]) for j in range(S)] for i in range(S)])
+
+
+def masked(q, k, v, dout, masks):
+    """out, dq, dk, dv of whole sequences under their masks, by autograd in fp64."""
     given = [t.double().requires_grad_() for t in (q, k, v)]
-    part = torch.bucketize(torch.arange(q.shape[1]), torch.tensor(mask.borders), right=True).tolist()
-    seen = torch.tensor([[j <= i and mask.sees(part[i], part[j]) for j in range(len(part))]
-                         for i in range(len(part))])
+    seen = torch.stack([pairs_seen(q.shape[1], mask) for mask in masks])[:, None]
     q_, k_, v_ = (t.transpose(1, 2) for t in given)
     out = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, seen, enable_gqa=True)
     out.transpose(1, 2).backward(dout.double())
@@ -290,8 +292,10 @@ def behind_a_hole(i, j):
 def over_masks(host, kind):
     """Documents, and a hole, over pieces and over a whole sequence. `host`: an Axis."""
     axis = Axis("cp", host.size, host.rank, host.group)
-    for cut, mask in product(((96,), (48, 16, 32)), (Mask((20, 33, 70), eq), Mask((24, 52), behind_a_hole))):
-        order, whole = replace(order_of(cut, axis, kind), mask=mask), tensors(96, 2)
+    short, long = documents((1, 2, 20, 33, 70, 95)), documents((80,))
+    hole = Mask((24, 52), behind_a_hole)
+    for cut, masks in product(((96,), (48, 16, 32)), ([short], [hole], [short, long], [long, CAUSAL])):
+        order, whole = replace(order_of(cut, axis, kind), masks=masks), tensors(96, 2)
         for several in {True, len(cut) > 1}:
             made = attention_over_ranks(BACKENDS["cpu"], axis, kind, TORCH.merge)[several]
             if several:
@@ -305,7 +309,7 @@ def over_masks(host, kind):
                 gradients = made.backward(dout, q, [(k, v)], [], out, lse)
                 for t, g in zip(found, (out, *gradients), strict=True):
                     t[:, at] = g
-            compare(found, masked(*whole, mask), order, 1e-5)
+            compare(found, masked(*whole, masks), order, 1e-5)
 
 
 # --- norms per head ---

@@ -254,7 +254,7 @@ def test_keys_go_to_the_host_as_often_as_ranks_read_them():
     # of five units; the last layer's stay, and the first piece of the one below, which has a place more
     assert sum(sent.values()) == Sizes(p, tensors).keys_bytes == (
         3 * 5 * (tensors["k"].nbytes + tensors["v"].nbytes) // 3)
-    assert problem_of(cfg, 4, None, Room(2**40)).layer_keys_bytes == sum(sent[0, i] for i in range(3))
+    assert problem_of(cfg, 4, None, Room(2**40)).sizes.layer_keys_bytes == sum(sent[0, i] for i in range(3))
     model.close()
 
 

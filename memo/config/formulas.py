@@ -10,11 +10,18 @@ def parameters(cfg: Settings) -> int:
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
+def model_flops(cfg: Settings, tokens: int, learned: int, squares: int) -> int:
+    """Counts model FLOPs, forward and backward: 6 P of all layers a token, 6 V C a learned one, 12 L H D a
+    pair of a query and a key that meet: half of `squares`, the sum of n^2 over documents of n tokens, for the
+    mask is causal. Source: MEMO 5.1."""
+    layers = 6 * cfg.n_layer * layer_of(cfg).matrix_elements * tokens
+    head = 6 * cfg.vocab_size * cfg.n_embd * learned
+    return layers + head + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * squares
+
+
 def flops_per_sample(cfg: Settings) -> int:
-    """Counts a sequence's model FLOPs, forward and backward: 6 S P, without an embedding that is only looked
-    up, + 6 L H D S^2 of attention under the causal mask (without it: twice that). Source: MEMO 5.1."""
-    S, looked_up = cfg.block_size, 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
-    return 6 * S * (parameters(cfg) - looked_up) + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * S**2
+    """Counts the model FLOPs of a sequence that is one document, all of it learned."""
+    return model_flops(cfg, cfg.block_size, cfg.block_size, cfg.block_size**2)
 
 
 def layer_forward_flops(cfg: Settings, tokens: int) -> int:
@@ -38,11 +45,13 @@ def tgs(tokens: int, gpus: int, seconds: float) -> float:
     return tokens / (gpus * seconds)
 
 
-def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None) -> float | None:
-    """Computes the model FLOPs utilisation, 1 is all of the peak; None without a peak. Source: MEMO 5.1."""
+def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None,
+        flops_a_token: float | None = None) -> float | None:
+    """Computes the model FLOPs utilisation, 1 is all of the peak; None without a peak. `flops_a_token`: by
+    default those of one document a sequence. Source: MEMO 5.1."""
     if peak_flops_per_s is None:
         return None
-    return tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
+    return tgs * (flops_a_token or flops_per_sample(cfg) / cfg.block_size) / peak_flops_per_s
 
 
 def percent(fraction: float | None) -> str:

@@ -50,6 +50,10 @@ class Settings:
                        section="data", least=1)
     check_data: bool = key(False, "compare all of the data with what was prepared, not stretches alone")
     allow_other_data: bool = key(False, "resume a checkpoint that was trained with other data")
+    documents: bool = key(False, "a token sees its own document alone, where positions begin at 0; else a "
+                          "sequence is a window of the dataset, whatever is in it")
+    pack: str = key("best_fit", "with documents=true, how these become sequences: whole, each where it fits "
+                    "best, or windows in order", choices=("best_fit", "in_order"))
     batch_size: int = key(1, "B, sequences in a forward pass", least=1, most=10**6,
                           why="they are read one by one")
     gradient_accumulation_steps: int = key("auto", "forward and backward passes in a step, over all ranks; "

@@ -1,27 +1,52 @@
-"""Batches from a dataset folder: random windows whose places depend on the seed and the step only."""
+"""Batches from a dataset folder: random windows whose places depend on the seed and the step only; or with
+documents the sequences of a Packing (memo/data/packing.py), in an order that depends on the seed alone."""
 
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from memo.config.config import Config
+from memo.data.packing import Packing, Share, pack
 from memo.data.tokenizer import load_tokenizer
-from memo.data.tokens import DATA, DTYPES
+from memo.data.tokens import DATA, DTYPES, STARTS
 from memo.errors import ConfigError, DataError, reason
-from memo.layer.tiles import RowOrder
+from memo.layer.edges import UNLEARNED
+from memo.layer.tiles import Packed, RowOrder
 from memo.system.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
 
 SPLITS = ("train", "val")
 
 
-class Data:
-    """Holds an open dataset: `tokens` and `fingerprints` map train and val, as "train data", to theirs."""
+class Batch(NamedTuple):
+    """Holds tokens and targets, int64 (B, T) each; nothing is learned where a target is UNLEARNED. `packed`:
+    with documents alone."""
 
-    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict) -> None:
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    packed: Packed | None = None
+
+    def to(self, device: torch.device, pin: bool) -> "Batch":
+        """Copies what is of tokens to a device."""
+        tokens, targets, packed = self
+        packed = packed and packed._replace(positions=to_device(packed.positions, device, pin))
+        return Batch(to_device(tokens, device, pin), to_device(targets, device, pin), packed)
+
+
+class Data:
+    """Holds an open dataset: `tokens` and `fingerprints` map train and val, as "train data", to theirs.
+    `packings`: of each split, with documents alone."""
+
+    def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict,
+                 packings: dict[str, Packing]) -> None:
         self.folder, self.meta, self.tokens, self.fingerprints = folder, meta, tokens, fingerprints
+        self.packings = packings
         self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
@@ -31,8 +56,8 @@ class Data:
 
     def batch(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int,
               order: RowOrder | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads (tokens, targets): int64 (B, T) each, the targets one token later. `order`: which tokens of
-        each sequence are read, by default all S. Errors: DataError: an id beyond the vocabulary."""
+        """Reads (tokens, targets) of B windows: int64 (B, T) each, the targets one token later. `order`:
+        which tokens of each are read, by default all S. Errors: DataError: an id beyond the vocabulary."""
         offsets = self.offsets(split, step, micro_step, B, S, seed)
 
         def read(first: int, end: int) -> torch.Tensor:
@@ -41,6 +66,60 @@ class Data:
             return torch.stack((windows[:, :-1], windows[:, 1:]))  # (2, B, end - first)
         tokens, targets = torch.cat((order or RowOrder([(S,)])).deal(read), 2)
         return tokens, targets
+
+    def draw(self, cfg: Config, split: str, step: int, micro_step: int, dp: int, order: RowOrder) -> Batch:
+        """Reads a batch of a run on `dp` ranks: of step 0 in an evaluation."""
+        B, S, seed = cfg.batch_size, cfg.block_size, cfg.seed
+        if not cfg.documents:
+            return Batch(*self.batch(split, step, micro_step, B, S, seed, order))
+        return self.packed_batch(split, (step * cfg.micro_batches(dp) + micro_step) * B, B, seed, order)
+
+    def first_tokens(self, cfg: Config, step: int, dp: int) -> list[int]:
+        """Lists where the sequences of a step begin in the train split."""
+        B, micros = cfg.batch_size, cfg.micro_batches(dp)
+        if not cfg.documents:
+            of = partial(self.offsets, "train", step, B=B, S=cfg.block_size, seed=cfg.seed)
+            return [at for micro_step in range(micros) for at in of(micro_step)]
+        packing = self.packings["train"]
+        return [packing.pieces(k)[0][0] for k in packing.numbers(step * micros * B, micros * B, cfg.seed)]
+
+    def share(self, cfg: Config, step: int, dp: int) -> Share:
+        """Counts what a step's sequences hold together."""
+        count, S = cfg.batch_size * cfg.micro_batches(dp), cfg.block_size
+        if not cfg.documents:
+            return Share(count * S, count * S, count * S**2)
+        return self.packings["train"].share(step * count, count, cfg.seed)
+
+    def packed_batch(self, split: str, first: int, B: int, seed: int, order: RowOrder) -> Batch:
+        """Reads the batch of B packed sequences of a run, from number `first` on: positions and targets are
+        those within documents. Padding is a document of its own, of token 0. Errors: as batch()."""
+        packing = self.packings[split]
+        every = [packing.pieces(k) for k in packing.numbers(first, B, seed)]
+        starts = [[*accumulate(length for _, length, _ in pieces)] for pieces in every]
+
+        def row(pieces: list[tuple[int, int, bool]], begin: int, end: int) -> np.ndarray:
+            rows: np.ndarray = np.zeros((3, end - begin), np.int64)  # tokens, targets, positions
+            at = 0
+            rows[1] = UNLEARNED
+            for first, length, ends in pieces:
+                low, high = max(begin, at), min(end, at + length)
+                if low < high:
+                    where, to = slice(low - begin, high - begin), first + high - at
+                    # the next token too: it is the last target, unless this one ends its document
+                    ids = self.tokens[split].checked(first + low - at, to + 1, self.vocab_size)
+                    rows[0, where], rows[2, where] = ids[:high - low], np.arange(low - at, high - at)
+                    learned = high - low - (ends and high == at + length)
+                    rows[1, where][:learned] = ids[1:learned + 1]
+                at += length
+            if at < end:  # padding
+                rows[2, max(0, at - begin):] = np.arange(max(begin, at) - at, end - at)
+            return rows
+
+        def read(begin: int, end: int) -> torch.Tensor:
+            return torch.from_numpy(np.stack([row(pieces, begin, end) for pieces in every], 1))  # (3, B, n)
+        tokens, targets, positions = torch.cat(order.deal(read), 2)
+        inside = tuple(tuple(start for start in of if start < packing.S) for of in starts)
+        return Batch(tokens, targets, Packed(positions, inside))
 
 
 def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
@@ -122,8 +201,37 @@ class Ids:
         return ids
 
 
-def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False) -> Data:
-    """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. Errors: ConfigError."""
+def read_starts(folder: Path, meta: dict, split: str) -> np.ndarray:
+    """Reads where the documents of a split start. Errors: ConfigError: it does not say, or they do not
+    ascend from 0."""
+    names, counts = meta.get("documents"), meta["counts"][split]
+    count, tokens = counts.get("documents"), counts["tokens"]
+    remedy = f"{prepare_again(folder)}, or leave documents=true out"
+    if not isinstance(names, dict) or names.get(split) != STARTS[split] or type(count) is not int:
+        raise ConfigError(f"documents=true needs the starts of documents, which dataset={folder} lacks (an "
+                          f"older memo wrote none); {remedy}")
+    path = folder / STARTS[split]
+    try:
+        with open(open_file(path), "rb") as file:
+            content = file.read(8 * count + 1)
+    except OSError as e:
+        raise ConfigError(f"{path}: {reason(e)}; {remedy}") from None
+    if len(content) != 8 * count or not count:
+        raise ConfigError(f"{path} must have 8 bytes for each of the {count} documents that meta.json "
+                          f"counts; {remedy}")
+    starts = np.frombuffer(content, "<i8").astype(np.int64)
+    wrong = np.flatnonzero((np.diff(starts, prepend=-1) <= 0) | (starts >= tokens))
+    if len(wrong) or starts[0]:
+        at = int(wrong[0]) if len(wrong) else 0
+        raise ConfigError(f"{path}: document {at} starts at token {starts[at]}, starts must ascend from 0 "
+                          f"and lie below the {tokens} tokens; {remedy}")
+    return starts
+
+
+def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False,
+                 packs: str = "") -> Data:
+    """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. `packs`: how documents
+    become sequences, see Packing; "": windows take what comes. Errors: ConfigError."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "
@@ -132,7 +240,7 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
     dtype = DTYPES[meta["dtype"]]
     tokens = {split: Ids(folder / f"{split}.bin", dtype, meta["counts"][split]["tokens"]) for split in splits}
     shortest = min(splits, key=lambda split: len(tokens[split]))
-    if block_size + 1 > (n := len(tokens[shortest])):
+    if not packs and block_size + 1 > (n := len(tokens[shortest])):
         raise ConfigError(f"block_size={block_size} + 1 must be <= {n}, the tokens of "
                           f"{folder / shortest}.bin; try --block_size={n - 1} or a dataset with more text")
     path, sha256 = folder / "tokenizer.json", meta.get("tokenizer", {}).get("sha256")
@@ -151,4 +259,10 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
         length = STRETCH_BYTES // dtype.itemsize
         for start in range(0, len(ids), length if whole else max(length, len(ids) // STRETCHES)):
             ids.checked(start, start + length, meta["vocab_size"])
-    return Data(folder, meta, tokens, known)
+    packings = {}
+    for split, ids in tokens.items() if packs else ():
+        packings[split] = pack(read_starts(folder, meta, split), len(ids), block_size, packs)
+        if not packings[split].shares[:, 1].any():
+            raise ConfigError(f"{folder / split}.bin has no token that is learned: each of its documents is "
+                              f"one token long; {prepare_again(folder)}")
+    return Data(folder, meta, tokens, known, packings)

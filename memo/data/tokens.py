@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -36,7 +37,8 @@ LONG_WORD = re.compile(r"\S{1024}(?=\S)|\s{1024}(?=\s)")
 VOCAB_SIZE: JsonObject = dict(least=257, most=2**20, why="the trainer takes memory for each before it starts")
 # read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
-DATASET_FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
+STARTS = {split: f"{split}.docs" for split in ("train", "val")}  # the first token of each document, int64
+DATASET_FILES = ("train.bin", "val.bin", *STARTS.values(), "tokenizer.json", "meta.json")
 # where a document may be cut, the likeliest first; a space goes where the tokenizer puts one before each text
 CUTS = tuple(map(re.compile, (
     r"(?<=\w)(?= \w)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\s)", r"(?<=\S) (?=\S)",
@@ -174,9 +176,10 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
 def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
                  dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes documents, every 20th to val.bin, of fewer than 20 the last, of one its last 20th -> {split:
-    counts}. Errors: ConfigError: too short."""
-    counts = {split: dict(tokens=0, documents=0) for split in ("train", "val")}
-    start, done = 0, 0  # where train's last document starts; documents so far
+    counts}, and the starts of both. Errors: ConfigError: too short."""
+    counts = {split: dict(tokens=0, documents=0) for split in STARTS}
+    starts = {split: array("q", [0]) for split in STARTS}  # of the next document too
+    done = 0  # documents so far
     with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
         for ids, last in encoded:
             split = "val" if done % VAL_EVERY == VAL_EVERY - 1 else "train"
@@ -185,10 +188,10 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
             if last:
                 done += 1
                 counts[split]["documents"] += 1
-                previous, start = start, counts["train"]["tokens"]
+                starts[split].append(counts[split]["tokens"])
         tokens = counts["train"]["tokens"]
         if 0 < done < VAL_EVERY:
-            cut = previous if done > 1 else tokens - max(2, tokens // VAL_EVERY)
+            cut = starts["train"][-2] if done > 1 else tokens - max(2, tokens // VAL_EVERY)
             if done == 1 and cut < 2:
                 raise ConfigError(f"the only document has {tokens} tokens, a dataset needs 4; give a longer "
                                   "one")
@@ -197,6 +200,8 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
             train.truncate(cut * dtype.itemsize)
             counts = dict(train=dict(tokens=cut, documents=max(1, done - 1)),
                           val=dict(tokens=tokens - cut, documents=1))
+    for split, of in counts.items():
+        np.array(starts[split][:of["documents"]], "<i8").tofile(folder / STARTS[split])
     return counts
 
 
@@ -237,7 +242,8 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
             fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
-        meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, fingerprints=fingerprints,
+        meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, documents=STARTS,
+                    fingerprints=fingerprints,
                     tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end,
                                    parse_special=parse_special))
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

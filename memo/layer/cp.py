@@ -38,10 +38,11 @@ def unmet(q: torch.Tensor) -> Result:
     return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
 
 
-def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor]) -> None:
-    """Merges the result of some rows into that of all, of which out is fp32."""
+def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor],
+               of: slice = EVERYTHING) -> None:
+    """Merges the result of some rows of sequences `of` a batch into that of all, of which out is fp32."""
     assert kernel.merge
-    kernel.merge(total[0][:, rows], total[1][..., rows], *part)
+    kernel.merge(total[0][of, rows], total[1][of, :, rows], *part)
 
 
 def rows_met(tiles: Sequence[Tiles]) -> slice:
@@ -66,13 +67,13 @@ def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Seque
     rows, total = rows_met(tiles), None
     given = where if sum(map(len, tiles)) == 1 else {}
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
-        for queries, keys, causal in of_piece:
-            part = kernel.forward(q[:, queries], k[:, keys], v[:, keys], causal, **given)
-            if total is None and queries == rows:
+        for queries, keys, causal, of in of_piece:
+            part = kernel.forward(q[of, queries], k[of, keys], v[of, keys], causal, **given)
+            if total is None and (of, queries) == (EVERYTHING, rows):
                 total = part
             else:
                 total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
-                merge_rows(kernel, total, within(rows, queries), part)
+                merge_rows(kernel, total, within(rows, queries), part, of)
             del part  # before the next tile's
     assert total is not None
     for out in where.values() if not given else ():
@@ -85,20 +86,20 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
     """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
     rows, dq, totals = rows_met(tiles), None, sums
     for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
-        for queries, keys, causal in of_piece:
-            dq_, *dkv = kernel.backward(dout[:, queries], q[:, queries], k[:, keys], v[:, keys],
-                                        out[:, queries], lse[..., queries].contiguous(), causal)
+        for queries, keys, causal, of in of_piece:
+            dq_, *dkv = kernel.backward(dout[of, queries], q[of, queries], k[of, keys], v[of, keys],
+                                        out[of, queries], lse[of, :, queries].contiguous(), causal)
             if not sums and len(of_piece) == 1:
                 return [dq_, *dkv]
             totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
             for total, g in zip(totals[number], dkv, strict=True):
-                total[:, keys].add_(g)
+                total[of, keys].add_(g)
             del g, dkv
-            if dq is None and queries == rows:
+            if dq is None and (of, queries) == (EVERYTHING, rows):
                 dq = dq_
             else:
                 dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
-                dq[:, within(rows, queries)].add_(dq_)
+                dq[of, within(rows, queries)].add_(dq_)
             del dq_  # before the next tile's
     assert dq is not None
     return [dq] if sums else [dq, *totals[0]]
@@ -122,13 +123,13 @@ def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces
             meanwhile(step, axis.size - step)
             kv = next(coming)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
-        for queries, keys, causal in tiles:
-            part = kernel.forward(q[:, queries], *(t[:, keys] for t in kv), causal)
-            if total is None and queries == EVERYTHING:
+        for queries, keys, causal, of in tiles:
+            part = kernel.forward(q[of, queries], *(t[of, keys] for t in kv), causal)
+            if total is None and (of, queries) == (EVERYTHING, EVERYTHING):
                 total = part[0].float(), part[1]
             else:
                 total = total or unmet(q)
-                merge_rows(kernel, total, queries, part)
+                merge_rows(kernel, total, queries, part, of)
         del kv  # before the next hop, or the result, takes memory
     assert total is not None
     return total[0].to(q.dtype), total[1]
@@ -152,12 +153,12 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
         kv = next(coming, own)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
         dkv: Gradients = ()
-        for queries, keys, causal in tiles:
-            new = kernel.backward(dout[:, queries], q[:, queries], *(t[:, keys] for t in kv), out[:, queries],
-                                  lse[..., queries].contiguous(), causal)
+        for queries, keys, causal, of in tiles:
+            new = kernel.backward(dout[of, queries], q[of, queries], *(t[of, keys] for t in kv),
+                                  out[of, queries], lse[of, :, queries].contiguous(), causal)
             dkv = dkv or arrived(travelling, kv)
             for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
-                g[:, rows] += g_
+                g[of, rows] += g_
             del g_, new  # before the next tile's
         dkv = dkv or arrived(travelling, kv)
         del kv

@@ -19,6 +19,8 @@ from memo.layer.activations import Weights
 from memo.parallel.tp import embedding_backward, embedding_forward
 from memo.system.axis import Axis
 
+UNLEARNED = -1  # the target of a token behind which nothing is learned
+
 
 @dataclass
 class Edges:
@@ -71,14 +73,15 @@ class Edges:
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
-             loss: torch.Tensor) -> None:
+    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None, loss: torch.Tensor,
+             some: bool = False) -> None:
         """Adds this subsequence's part of the mean loss of N rows to `loss`, and with `scale` writes the
-        gradient of scale * loss over x (n, C). More than head_rows() rows of logits never exist."""
+        gradient of scale * loss over x (n, C). `some`: of targets some may be UNLEARNED, and N counts the
+        others. More than head_rows() rows of logits never exist."""
         rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
         for x_, target in zip(x.split(rows), targets.view(-1, self.tp.size).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
-            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale)
+            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale, some)
 
     @property
     def own_head_rows(self) -> int:
@@ -86,12 +89,17 @@ class Edges:
         nbytes = logit_bytes(matrix.itemsize, self.ops.name != "torch")
         return max(1, head_rows(len(matrix), nbytes, matrix.device.type == "cpu") // self.tp.size)
 
-    def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None) -> torch.Tensor:
+    def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None,
+                   some: bool = False) -> torch.Tensor:
         """Computes a chunk's part of the mean loss of N rows, from own rows x (n, C) and targets (tp * n,)
-        of all tp ranks, and with `scale` the gradients."""
+        of all tp ranks, and with `scale` the gradients. `some`: see head()."""
         w, dw, tp = self.w, self.dw, self.tp
         h, mean, rstd, logits = self.logits(x)
         log_p, dlogits = self.ops.cross_entropy(tp, logits, target, scale is not None)
+        if some:
+            learned = target != UNLEARNED
+            log_p = log_p.mul_(learned)
+            dlogits = dlogits if dlogits is None else dlogits.mul_(learned[:, None])
         if scale is not None:
             # the gradient of the logits lacks the factor scale / N, which h and dh get: they are smaller
             accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))

@@ -7,9 +7,10 @@ or of the same tokens, under the causal mask.
 """
 
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ Ranges = tuple[Range, ...]
 
 
 class Tile(NamedTuple):
-    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys."""
+    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys.
+    `of`: the sequences of a batch in which they do."""
 
     queries: slice
     keys: slice
     causal: bool
+    of: slice = slice(None)
 
 
 Tiles = tuple[Tile, ...]
@@ -45,6 +48,12 @@ class Mask(NamedTuple):
 CAUSAL = Mask()
 
 
+def documents(starts: Sequence[int]) -> Mask:
+    """Makes the Mask of a sequence whose tokens see those of their own document alone. `starts`: the first
+    token of each document but the first."""
+    return Mask(tuple(starts), operator.eq)
+
+
 @dataclass(eq=False)
 class Meeting:
     """Says which tokens the queries and the pieces of keys of attention are, and who sees whom.
@@ -55,15 +64,26 @@ class Meeting:
 
     queries: Sequence[Ranges]
     pieces: Sequence[Sequence[Ranges]]
-    mask: Mask = CAUSAL
+    masks: Sequence[Mask] = (CAUSAL,)  # of each sequence of a batch; one: of all
     known: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict, init=False)
 
     def tiles(self, rank: int = 0, source: int = 0) -> list[Tiles]:
         """Lists for each piece the tiles of the queries of `rank` and the keys of `source`."""
         if (rank, source) not in self.known:  # all layers and heads ask again
-            self.known[rank, source] = [tiles_of(self.queries[rank], piece[source], self.mask)
+            self.known[rank, source] = [self.tiles_of_batch(self.queries[rank], piece[source])
                                         for piece in self.pieces]
         return self.known[rank, source]
+
+    def tiles_of_batch(self, queries: Ranges, keys: Ranges) -> Tiles:
+        """Lists the tiles of all sequences; neighbours of one mask share theirs."""
+        if len({*self.masks}) == 1:
+            return tiles_of(queries, keys, self.masks[0])
+        found, first = list[Tile](), 0
+        for mask, alike in groupby(self.masks):
+            end = first + len([*alike])
+            found += [tile._replace(of=slice(first, end)) for tile in tiles_of(queries, keys, mask)]
+            first = end
+        return tuple(found)
 
     @property
     def rows(self) -> int:
@@ -107,11 +127,11 @@ class Stretch(NamedTuple):
 def stretches(ranges: Ranges, mask: Mask) -> list[Stretch]:
     """Cuts ranges of tokens at the borders of a mask."""
     found, row = list[Stretch](), 0
-    for part, (low, high) in enumerate(pairwise((-inf, *mask.borders, inf))):
-        for tokens in ((int(max(a, low)), int(min(b, high))) for a, b in ranges
-                       if max(a, low) < min(b, high)):
+    for a, b in ranges:
+        part, last = bisect_right(mask.borders, a), bisect_left(mask.borders, b)
+        for k, tokens in enumerate(pairwise((a, *mask.borders[part:last], b)), part):
             rows = row, row + tokens[1] - tokens[0]
-            found.append(Stretch(tokens, rows, part))
+            found.append(Stretch(tokens, rows, k))
             row = rows[1]
     return found
 
@@ -131,10 +151,12 @@ def tiles_of(queries: Ranges, keys: Ranges, mask: Mask = CAUSAL) -> Tiles:
     are. Tokens are given in the order of the rows; ranges of both are equal, or have no token in common."""
     all_queries, all_keys = stretches(queries, mask), stretches(keys, mask)
     own_keys = {key.tokens: key for key in all_keys}
+    of_part = {part: [*of] for part, of in groupby(all_keys, key=lambda key: key.part)}
+    alone = mask.sees is operator.eq  # of many documents few keys are worth a look
     full, causal = list[tuple[Range, Range]](), list[tuple[Range, Range]]()  # rows of queries, of keys
     square = list[Stretch]()  # the keys of the last causal tile
     for query in all_queries:
-        seen = [key for key in all_keys
+        seen = [key for key in (of_part.get(query.part, []) if alone else all_keys)
                 if key.tokens[1] <= query.tokens[0] and mask.sees(query.part, key.part)]
         if own := own_keys.get(query.tokens):
             grows = square and square[-1].rows[1] == own.rows[0] and causal[-1][0][1] == query.rows[0]
@@ -167,7 +189,7 @@ class RowOrder:
         the tokens of each slice, by subsequences: a rank's rows are those of one subsequence after the other,
         in it those of one slice after the other. Each slice is dealt to the ranks by itself
     kind, size: how, and to how many ranks, that share the sequence: see rank_ranges()
-    mask: who sees whom
+    masks: who sees whom, of each sequence of a batch; one: of all
     ranks
         whose rows take turns: that of `tokens`, whose tokens the ranks of `weights` have in turns; with METP
         the ranks of `weights`, each with a column of its own
@@ -177,7 +199,7 @@ class RowOrder:
     kind: str = "ring"
     size: int = 1
     ranks: Sequence[int] = (0,)
-    mask: Mask = CAUSAL
+    masks: Sequence[Mask] = (CAUSAL,)
 
     def dealt(self, rank: int) -> list[list[Range]]:
         """Lists by subsequences the ranges of tokens that one of the `size` ranks holds."""
@@ -212,8 +234,16 @@ class RowOrder:
         before = [rows(i, 0, inf) for i in range(subsequence)] + [rows(subsequence, 0, first)] * (first > 0)
         ends = accumulate(n // self.size for n in self.slices[subsequence])
         return [Meeting(queries := rows(subsequence, a, b),
-                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.mask)
+                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.masks)
                 for a, b in pairwise([first, *(n for n in ends if first < n < end), end])]
+
+
+class Packed(NamedTuple):
+    """Says where the documents of a batch are. `positions` (B, T): of a rank's tokens, each in its piece of a
+    document. `starts`: for each sequence the first token of each piece but the first."""
+
+    positions: torch.Tensor
+    starts: tuple[tuple[int, ...], ...]
 
 
 def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:

@@ -92,9 +92,7 @@ def save_after(run: Run, e: Exception) -> None:
 def not_finite(run: Run, loss: float, grad_norm: float) -> BadState:
     """Makes the error of a step whose loss or gradient norm is not finite."""
     run.saver.join()  # the save under way is of a good state
-    cfg, it = run.cfg, run.step
-    offsets = [o for micro in range(cfg.micro_batches(run.mesh.dp.size))
-               for o in run.data.offsets("train", it, micro, cfg.batch_size, cfg.block_size, cfg.seed)]
+    it, offsets = run.step, run.data.first_tokens(run.cfg, run.step, run.mesh.dp.size)
     return BadState(f"loss={loss} grad_norm={grad_norm} at iter={it} (sequences at tokens {offsets} of the "
                      f"train split) must be finite; nothing was saved over: {last_good(run.out, it)}; "
                      f"{checkpoint.LESS}")

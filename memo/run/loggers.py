@@ -46,10 +46,12 @@ class StepStats:
     host_bytes: int | None = None
     sent_bytes: dict | None = None
     val_loss: float | None = None
+    target_tokens: int | None = None  # with documents: those that are learned
 
     def as_dict(self) -> dict:
         known = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(self).items()}
-        return {k: v for k, v in known.items() if v is not None or k not in ("val_loss", "bubble_s")}
+        sometimes = "val_loss", "bubble_s", "target_tokens"
+        return {k: v for k, v in known.items() if v is not None or k not in sometimes}
 
 
 def is_step(row: dict) -> bool:

@@ -88,7 +88,7 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
     with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
-                            cfg.check_data)
+                            cfg.check_data, cfg.pack if cfg.documents else "")
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "

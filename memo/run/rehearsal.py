@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.kernels.backends import workspaces
+from memo.layer.tiles import Packed
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
@@ -55,13 +56,16 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     and of these `subsequences` alone. Copies nothing; the model's gradients are zero afterwards."""
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
+    # with documents the head's requests are others; a sequence is rehearsed as one
+    positions = torch.arange(T, device=model.device).repeat(B, 1)
+    one, learned = (Packed(positions, ((),) * B), B * T) if model.cfg.documents else (None, 0)
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())
     try:
-        model.forward(tokens, tokens, scale=1.0)
+        model.forward(tokens, tokens, one, scale=1.0, learned=learned)
         model.backward()
-        model.forward(tokens, tokens)
+        model.forward(tokens, tokens, one, learned=learned)
         return arena.recorded().repeated(rehearsal.order.items())
     finally:
         swap.set_passes(passes)

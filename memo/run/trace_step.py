@@ -53,10 +53,10 @@ from model import GPT
 class Short(Edges):
     """Computes like Edges, but the head ends after two chunks."""
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None,
-             loss: torch.Tensor) -> None:
+    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None, loss: torch.Tensor,
+             some: bool = False) -> None:
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
+        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss, some)
 
 
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:

@@ -21,7 +21,7 @@ from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
 from memo.layer.attend import Attention
 from memo.layer.edges import Edges
-from memo.layer.tiles import row_order
+from memo.layer.tiles import Packed, documents, row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
@@ -101,6 +101,8 @@ class Model(Parameters):
         self.make, self.gpt = make, make(cfg, self)
         self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: a helper's two places
         self.shape = 0, 0
+        self.packed: Packed | None = None
+        self.learned = 0
         self.taken: Swap | None = None
         self.complete = False
         self.optimizer: OptimizerSteps | None = None
@@ -127,13 +129,21 @@ class Model(Parameters):
                           params=self.bucket_params[1:-1], states=self.states, streams=streams, pin=pin)
         self.guest_blocks = [*map(self.gpt.block, self.swap.guest_weights, self.swap.guest_gradients)]
         self.shape = (B, T)
-        # row b*T + t has the position in the whole sequence of the t-th token of this rank
-        order = row_order(cfg, T * cfg.cp, self.mesh)
-        positions = order.positions()
+        self.order = row_order(cfg, T * cfg.cp, self.mesh)
+        self.meet(None)
+
+    def meet(self, packed: Packed | None) -> None:
+        """Says which tokens the rows of a batch are, and which of them meet: those of a sequence, or with
+        documents, `packed`, of one document."""
+        cfg, tp, p, (B, _) = self.cfg, self.mesh.weights, self.swap.placement, self.shape
+        self.packed, order, positions = packed, self.order, self.order.positions()
         self.lengths = [*map(len, positions)]
+        # row b*T + t has the position in the whole sequence, or in its document, of this rank's t-th token
         self.positions = [t.to(self.device).repeat(B) for t in positions]
+        if packed is not None:
+            order = replace(order, masks=[*map(documents, packed.starts)])
+            self.positions = self.by_subsequence(packed.positions)
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
-        p = self.swap.placement
         meetings = cache(order.meetings)
         # of `turn`, where other stages compute the other rows
         part_of = cache(lambda i, first, end: of_sequences(self.turn[i], B, first, end).flatten(0, 1))
@@ -167,13 +177,16 @@ class Model(Parameters):
             self.swap.close()
         self.shape, self.taken = (0, 0), None
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
-                scale: float | None = None) -> torch.Tensor:
-        """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss."""
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
+                scale: float | None = None, learned: int = 0) -> torch.Tensor:
+        """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss. With
+        documents, `packed`: the sum of those that have a target, over `learned`."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
+        if packed is not self.packed:
+            self.meet(packed)
         self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
-        self.scale = scale
+        self.scale, self.learned = scale, learned
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
         self.follow(self.swap.passes.evaluation if scale is None else self.swap.passes.forward)
@@ -251,7 +264,7 @@ class Model(Parameters):
                 return f"reader{alone}", head, i, whole[1]
             case Op.HEAD:
                 label = "evaluation head" if self.scale is None else "head"
-                mean = B * T, self.scale, self.loss  # over the rows of all subsequences
+                mean = self.learned or B * T, self.scale, self.loss, self.learned > 0  # over all subsequences
                 return f"{label}{alone}", self.gpt.edges.head, whole[1], self.targets[i], *mean
             case Op.RECOMPUTE:
                 return f"recompute {name}", block.recompute, s, swap.missing[k]

@@ -1,0 +1,126 @@
+"""Which tokens of a dataset with documents each sequence of a run holds: whole documents packed into
+sequences (best_fit), or windows of the stream as it is (in_order); and the order in which a run takes them.
+
+A sequence is a list of pieces, each of one document; what it lacks is padding. Pieces of an epoch hold every
+token once. All follows from the documents' starts, S and the seed, in any layout of ranks.
+
+    pieces     0      | 1        | 2   | 3  | padding
+    positions  0 .. a | 0 ..   b | 0 c | 0 d| 0 ...
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Share(NamedTuple):
+    """Counts what sequences hold: `tokens`, without padding; `learned` ones, which have a target; `squares`,
+    the sum of those of the pieces' lengths, twice the pairs of a query and a key that meet."""
+
+    tokens: int
+    learned: int
+    squares: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Holds the sequences of S tokens of an epoch. Of piece i: its first token in the file, its length, and
+    whether it ends its document, so that nothing is learned behind its last token. Sequence k has pieces
+    bounds[k] to bounds[k + 1]."""
+
+    S: int
+    first: np.ndarray
+    length: np.ndarray
+    ends: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """Counts (tokens, learned, squares) of each sequence: (sequences, 3)."""
+        of_pieces = np.stack((self.length, self.length - self.ends, self.length**2), 1)
+        return np.add.reduceat(of_pieces, self.bounds[:-1], 0)
+
+    def pieces(self, k: int) -> list[tuple[int, int, bool]]:
+        """Lists (first token, length, whether it ends its document) of the pieces of sequence k."""
+        of = slice(self.bounds[k], self.bounds[k + 1])
+        return [*zip(*(t[of].tolist() for t in (self.first, self.length, self.ends)), strict=True)]
+
+    def numbers(self, first: int, count: int, seed: int) -> list[int]:
+        """Lists which sequences of the packing a run of that seed takes from number `first` on: each epoch is
+        a permutation of all."""
+        places = (divmod(g, len(self)) for g in range(first, first + count))
+        return [int(permutation(len(self), seed, epoch)[place]) for epoch, place in places]
+
+    def share(self, first: int, count: int, seed: int) -> Share:
+        """Counts what `count` sequences of a run hold together, from number `first` on."""
+        return Share(*self.shares[self.numbers(first, count, seed)].sum(0).tolist())
+
+
+@lru_cache(4)  # the epochs under way of both splits
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch, n)).permutation(n)
+
+
+def pack(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
+    """Packs documents, of which `starts` are the first of all `tokens`, into sequences of S. `how`: best_fit,
+    or in_order."""
+    ends: np.ndarray = np.append(starts[1:], tokens)
+    stop: np.ndarray
+    if how == "in_order":
+        cuts = np.union1d(starts, np.arange(0, tokens, S))
+        first, stop = cuts, np.append(cuts[1:], tokens)
+        sequence = first // S
+    else:
+        first, stop, sequence = best_fit(starts, ends, S)
+    bounds = np.asarray(np.searchsorted(sequence, np.arange(int(sequence[-1]) + 2)))
+    return Packing(S, first, stop - first, np.isin(stop, ends, assume_unique=True), bounds)
+
+
+def best_fit(starts: np.ndarray, ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts documents longer than S into pieces, and puts each piece, the longest first, where it leaves the
+    least room -> (first, end, sequence) of all pieces, by sequences. Source: arXiv 2404.10830 (best-fit
+    packing)."""
+    times = -((starts - ends) // S)  # pieces of each document
+    number = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)  # of a piece in its document
+    first = np.repeat(starts, times) + S * number
+    end = np.minimum(first + S, np.repeat(ends, times))
+    length = end - first
+    by_length = np.argsort(-length, kind="stable")
+    sequence: np.ndarray = np.empty(len(first), np.int64)
+    used = 0  # sequences
+    free: dict[int, np.ndarray] = {}  # {room: sequences that have so much}
+    rooms: list[int] = []  # these, ascending
+    groups = np.flatnonzero(np.diff(length[by_length], prepend=-1))
+    for i, j in zip(groups.tolist(), [*groups[1:].tolist(), len(first)], strict=True):
+        n = int(length[by_length[i]])
+        while i < j:  # all pieces of one length; a sequence takes as many as fit
+            room = rooms[at] if (at := bisect_left(rooms, n)) < len(rooms) else S
+            each = room // n
+            wanted = -(-(j - i) // each)
+            if at < len(rooms):
+                there = free.pop(rooms.pop(at))
+                taken, left = there[:wanted], there[wanted:]
+                if len(left):
+                    free[room] = left
+                    insort(rooms, room)
+            else:
+                taken = np.arange(used, used + wanted)
+                used += wanted
+            placed = min(j - i, each * len(taken))
+            sequence[by_length[i:i + placed]] = np.repeat(taken, each)[:placed]
+            i += placed
+            few = placed % each  # what the last sequence got, if fewer
+            whole = taken[:-1] if few else taken
+            for rest, those in ((room - each * n, whole), (room - few * n, taken[-1:] if few else taken[:0])):
+                if rest and len(those):
+                    if rest not in free:
+                        insort(rooms, rest)
+                    free[rest] = np.concatenate((free[rest], those)) if rest in free else those
+    order = np.lexsort((first, sequence))
+    return first[order], end[order], sequence[order]

@@ -1,0 +1,261 @@
+"""Documents: packing, the files, and a packed sequence through every layout against its documents alone."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from memo.config.layout import Layout
+from memo.data.batch import open_dataset
+from memo.data.packing import pack
+from memo.data.tokens import DTYPES, STARTS
+from memo.decide.pipeline import even_shares
+from memo.errors import ConfigError
+from memo.layer.tiles import row_order
+from memo.parallel.mesh import ALONE
+from memo.system.files import fingerprint
+from memo.verify.reference import Reference
+from tests.helpers import mesh_of
+from tests.layouts import agree, assembled, build, layout_keys, on_ranks, views, whole
+
+# --- packing ---
+
+def rooms_by_hand(lengths, S):
+    """What best fit leaves free of each sequence: pieces one after the other, the longest first."""
+    rooms = []
+    for n in sorted(lengths, reverse=True):
+        fit = [room for room in rooms if room >= n]
+        rooms = sorted([*rooms, S] if not fit else rooms)
+        rooms.remove(room := min(fit or [S]))
+        rooms.append(room - n)
+    return sorted(rooms)
+
+
+def test_packing_is_best_fit_and_holds_every_token_once():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        S, lengths = int(rng.integers(1, 30)), rng.integers(1, 40, rng.integers(1, 60))
+        starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+        for how in ("best_fit", "in_order"):
+            packing, seen = pack(starts, total, S, how), np.zeros(total, int)
+            every = [packing.pieces(k) for k in range(len(packing))]
+            for first, length, ends in (piece for pieces in every for piece in pieces):
+                seen[first:first + length] += 1
+                document = np.searchsorted(starts, first, "right") - 1
+                end = starts[document] + lengths[document]
+                assert first + length <= end
+                assert ends == (first + length == end)
+            assert (seen == 1).all()
+            used = [sum(length for _, length, _ in pieces) for pieces in every]
+            if how == "in_order":
+                assert used[:-1] == [S] * (len(used) - 1)
+            else:
+                pieces = [n for length in lengths for n in [S] * (length // S) + [length % S] if n]
+                assert sorted(S - n for n in used) == rooms_by_hand(pieces, S)
+            share = packing.share(0, len(packing), seed=5)
+            assert share[:2] == (total, total - len(lengths))
+
+
+def test_epochs_follow_each_other_without_a_gap():
+    packing = pack(np.arange(0, 700, 7), 700, 21, "best_fit")
+    n = len(packing)
+    taken = [k for first in range(0, 3 * n, 5) for k in packing.numbers(first, 5, seed=3)][:3 * n]
+    epochs = [taken[i:i + n] for i in range(0, 3 * n, n)]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(n)]] * 3
+    assert epochs[0] != epochs[1]
+    assert packing.numbers(0, n, seed=3) == epochs[0] != packing.numbers(0, n, seed=4)
+
+
+# --- the files ---
+
+def write_folder(folder, lengths, vocab_size=97):
+    """A dataset whose splits have documents of these lengths, of random tokens."""
+    folder.mkdir()
+    rng, counts, prints = np.random.default_rng(1), {}, {}
+    for split in STARTS:
+        rng.integers(vocab_size, size=sum(lengths)).astype(DTYPES["uint16"]).tofile(folder / f"{split}.bin")
+        (np.cumsum(lengths) - lengths).astype("<i8").tofile(folder / STARTS[split])
+        counts[split] = dict(tokens=sum(lengths), documents=len(lengths))
+        prints[split] = fingerprint(folder / f"{split}.bin", whole=True)
+    meta = dict(dtype="uint16", vocab_size=vocab_size, counts=counts, documents=STARTS, fingerprints=prints)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.mark.parametrize("starts,said", [
+    ([0, 5, 5, 9], "document 2 starts at token 5, starts must ascend"),
+    ([1, 5, 6, 9], "document 0 starts at token 1"), ([0, 5, 6, 20], "document 3 starts at token 20"),
+    ([0, 5, 6], "must have 8 bytes for each of the 4 documents"), (None, "No such file")])
+def test_starts_that_are_wrong_are_one_line(tmp_path, starts, said):
+    folder = write_folder(tmp_path / "d", [5, 1, 3, 11])
+    (folder / "val.docs").unlink()
+    if starts is not None:
+        np.array(starts, "<i8").tofile(folder / "val.docs")
+    with pytest.raises(ConfigError, match=said) as e:
+        open_dataset(str(folder), 8, packs="best_fit")
+    assert "\n" not in str(e.value)
+    assert "documents=true" in str(e.value)
+    open_dataset(str(folder), 8)  # windows need no starts
+
+
+def test_a_folder_without_starts_and_one_without_targets_are_refused(tmp_path):
+    folder = write_folder(tmp_path / "d", [1] * 20)
+    with pytest.raises(ConfigError, match="has no token that is learned"):
+        open_dataset(str(folder), 8, packs="best_fit")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta.pop("documents")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ConfigError, match="needs the starts of documents, which dataset=.* lacks"):
+        open_dataset(str(folder), 8, packs="best_fit")
+
+
+# --- through every layout ---
+
+# of one token, short, as long as a sequence, longer: cut across every boundary of subsequences and ranks
+LENGTHS = [1, 300, 45, 128, 64, 1, 1, 200, 31, 77, 2, 19, 129, 50, 3, 17, 90, 24, 8, 1, 15]
+KEYS = dict(n_layer=3, n_head=4, n_embd=32, vocab_size=97, block_size=128, batch_size=2, documents=True,
+            gradient_accumulation_steps=2, subsequences=1)
+FAMILIES = dict(gpt=dict(bias=True, position="learned"), qwen=dict(
+    n_kv_head=2, norm="rmsnorm", mlp="swiglu", n_inner=64, qk_norm=True, tie_embeddings=False))
+
+
+def packed_step(model, optimizer, cfg, data):
+    """Loss of a step, as all ranks know it; gradients are reduced."""
+    mesh, loss = model.mesh, torch.zeros(())
+    learned = data.share(cfg, 0, mesh.dp.size).learned
+    order = row_order(cfg, cfg.block_size, mesh)
+    micros = range(mesh.dp.rank, cfg.micro_batches(mesh.dp.size), mesh.dp.size)
+    for micro in micros:
+        batch = data.draw(cfg, "train", 0, micro, mesh.dp.size, order)
+        loss += model.forward(*batch, scale=1.0, learned=learned)
+        model.backward(last=micro == micros[-1])
+    return mesh.mean_loss(loss)
+
+
+def packed_gradients(host, cfgs, folder):
+    """For each config (loss, gradient norm, gradients as of whole(), 0)."""
+    mesh, made = mesh_of(host, cfgs[0]), []
+    for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
+        data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
+        model, optimizer = build(cfg, mesh)
+        loss, norm = packed_step(model, optimizer, cfg, data), optimizer.clip(0.0)
+        shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
+        made.append((loss.item(), norm.item(), whole(optimizer, shard), 0))
+        model.close()
+    return made
+
+
+def of_documents(cfg, folder):
+    """(loss, norm, gradients) of a step's pieces, each alone in an fp64 model."""
+    data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
+    share, packing = data.share(cfg, 0, 1), data.packings["train"]
+    model, optimizer = build(cfg, ALONE)
+    weights = ((name, w.double()) for name, w in views(model.layout, optimizer.master).items())
+    reference = Reference(cfg).load(weights)
+    total, tokens = 0.0, data.tokens["train"]
+    for k in packing.numbers(0, 4, cfg.seed):
+        for first, length, ends in packing.pieces(k):
+            ids = torch.from_numpy(tokens[first:first + length + 1].astype(np.int64))
+            x = reference.hidden(ids[None, :length])[0, :length - ends]
+            if len(x):
+                loss = reference.loss_sum(x, ids[1:len(x) + 1]) / share.learned
+                loss.backward()
+                total += loss.item()
+    model.close()
+    gradients = {name: g.float() for name, g in reference.gradients().items()}
+    return total, torch.stack([g.norm() for g in gradients.values()]).norm().item(), gradients
+
+
+@cache
+def expected(family, pack_as, folder):
+    return of_documents(Layout(**KEYS | FAMILIES[family], pack=pack_as), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_folder(tmp_path_factory.mktemp("documents") / "d", LENGTHS))
+
+
+MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
+CUTS = [dict(), dict(subsequences=3, unit_order="layer"), dict(subsequences=8, unit_order="subsequence")]
+
+
+@pytest.mark.parametrize("pack_as", ["best_fit", "in_order"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cut", CUTS, ids=["N1", "N3", "N8"])
+def test_a_packed_step_is_that_of_its_documents(folder, family, pack_as, cut):
+    cfgs = [Layout(**KEYS | FAMILIES[family] | dict(pack=pack_as) | cut | mode) for mode in MODES]
+    first, *others = packed_gradients(ALONE.host, cfgs, folder)
+    mine = assembled([first[2]])
+    agree((*first[:2], mine), expected(family, pack_as, folder), cut)
+    for other in others:
+        assert other[:2] == first[:2]
+        assert all(torch.equal(t, mine[name]) for name, t in assembled([other[2]]).items())
+
+
+# modes that the layouts of ranks run in; ulysses, metp and stages among them
+RANKS = [("cp2", "ring", {}), ("cp2", "ring", dict(subsequences=3)), ("cp2", "ulysses", {}),
+         ("cp2", "ulysses", dict(subsequences=3)), ("tp2", "ring", {}), ("tp2", "metp", {}),
+         ("tp2", "metp", dict(subsequences=4)), ("tp2 cp2", "ring", dict(subsequences=2)),
+         ("tp2 cp2", "metp", {}), ("cp4", "ring", {}), ("dp2", "ring", {}), ("tp2 dp2", "metp", {}),
+         ("pp2", "ring", dict(subsequences=4)), ("pp2 cp2", "ring", dict(subsequences=4)),
+         ("pp2", "ring", dict(subsequences=4, msp=True)), ("pp2 cp2", "ring", dict(subsequences=4, msp=True))]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text,kind,more", RANKS, ids=[f"{t} {k} {' '.join(m)}" for t, k, m in RANKS])
+def test_every_layout_gives_the_gradients_of_the_documents(folder, family, text, kind, more):
+    keys = KEYS | FAMILIES[family] | layout_keys(text, kind) | more
+    cfgs = [Layout(**keys | mode) for mode in MODES[1:]]
+    if "msp" in more:
+        cfgs = [replace(cfg, shares=even_shares(cfg)) for cfg in cfgs]
+    first, other = on_ranks(text, cfgs, folder, work=packed_gradients)
+    agree(first, expected(family, "best_fit", folder), (text, kind, more))
+    assert other[:2] == first[:2]
+    assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
+
+
+# --- influence ---
+
+def rows_of_a_step(cfg, data, changed=None):
+    """(the last layer's output, the gradient of the first layer's input), both (B, S, C), of a batch one of
+    whose tokens, (sequence, place), may be `changed`."""
+    model, _ = build(cfg, ALONE)
+    tokens, targets, packed = data.draw(cfg, "train", 0, 0, 1, row_order(cfg, cfg.block_size, ALONE))
+    if changed:
+        tokens[changed] = (tokens[changed] + 1) % cfg.vocab_size
+        targets[changed] = tokens[changed] * 0  # another target too
+    model.forward(tokens, targets, packed, scale=1.0, learned=100)
+    model.backward(last=True)
+    dx = [x.view(cfg.batch_size, -1, cfg.n_embd).clone()
+          for x in model.swap.x[0].split([cfg.batch_size * n for n in model.lengths])]
+    model.meet(packed)
+    parts = model.hidden(tokens, lambda i, x: x.view(cfg.batch_size, -1, cfg.n_embd).clone())
+    model.close()
+    return torch.cat(parts, 1), torch.cat(dx, 1), packed
+
+
+@pytest.mark.parametrize("cut", [dict(), dict(subsequences=4, unit_order="layer")], ids=["N1", "N4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_changes_no_bit_of_another_document(folder, family, cut):
+    cfg = Layout(**KEYS | FAMILIES[family] | dict(activation="keep") | cut)
+    data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
+    out, dx, packed = rows_of_a_step(cfg, data)
+    for b, starts in enumerate(packed.starts):
+        edges = [0, *starts, cfg.block_size]
+        first, end = max(pairwise(edges), key=lambda edge: edge[1] - edge[0])  # the longest
+        place = (first + end) // 2
+        out_, dx_, _ = rows_of_a_step(cfg, data, (b, place))
+        others = torch.ones(out.shape[:2], dtype=torch.bool)
+        others[b, first:end] = False
+        assert torch.equal(out_[others], out[others])
+        assert torch.equal(dx_[others], dx[others])
+        assert torch.equal(out_[b, first:place], out[b, first:place])
+        assert (out_[b, place:end] != out[b, place:end]).any(-1).all()
+        assert (dx_[b, first:end] != dx[b, first:end]).any()
