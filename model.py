@@ -1,8 +1,7 @@
 """A layer of a GPT, forward and backward written out by hand: x -> mid = x + attention(ln1 x) -> mid +
 mlp(ln2 mid), where ln is LayerNorm or RMSNorm, and the MLP that of GPT-2 or of Llama (memo/layer/mlp.py).
-Attention is causal. Below it the GPT, which holds the layers. It has no forward of its own: the loop over its
-layers is training_step() in memo/plain.py, or for all modes and ranks Model in memo/states/passes.py, which
-says what is computed when, and where it lies.
+Attention is causal. Below it the GPT, which holds the layers. The loop over them is training_step() in
+memo/plain.py, or for all modes and ranks Model in memo/states/passes.py.
 
     B, T, N   sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T: row b*T + t
               is the t-th token of sequence b

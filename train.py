@@ -62,12 +62,11 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     # all that can be wrong is found before a device is touched; all ranks agree on it
     decided = prepare_run(argv, launch, host)
     cfg, device = decided.cfg, decided.device
-    # which ranks share a sequence (cp), a layer (tp), hold the same parameters (replicas), other layers (pp)
+    # ranks that share a sequence (cp) or a layer (tp), or hold the same parameters (replicas); stages (pp)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,
                      cfg.layers_come)
 
-    # naming_region() names the region of memory that grows meanwhile, should the device's memory end there
-    with naming_region(decided.expected, device, "params"):
+    with naming_region(decided.expected, device, "params"):  # names it, should the device's memory end there
         model = Model(GPT, cfg, device, decided.dtype, mesh=mesh)
     with naming_region(decided.expected, device, "optimizer"):
         optimizer = Optimizer(model, cfg)
@@ -80,7 +79,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
         else:
             optimizer.load(initial_weights(cfg, cfg.seed, device))
 
-    # measures a layer and the copies to the host, sets alpha, and takes the memory of the activations
+    # measures a layer and both copies, sets alpha, takes buffers and slab: model.swap (memory/buffers.py)
     with naming_region(decided.expected, device, "rounding_buffers"):
         machine = decided.expected.machine if decided.expected else None
         decision = reserve.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
@@ -109,9 +108,8 @@ def batch(run: Run, split: str, step: int, micro_step: int) -> Batch:
 
 def evaluate(run: Run) -> float:
     """Computes the mean loss over eval_iters batches of the validation split, the same ones each time."""
-    cfg, mesh, learned = run.cfg, run.mesh, 0
-    if cfg.documents:
-        learned = run.data.packings["val"].share(0, cfg.eval_iters * cfg.batch_size, cfg.seed).learned
+    cfg, mesh = run.cfg, run.mesh
+    learned = run.data.share(cfg, "val", 0, cfg.eval_iters).learned if cfg.documents else 0
     total = torch.zeros((), device=run.device)
     for first in range(0, cfg.eval_iters, mesh.dp.size):  # the dp ranks deal the batches out
         i = first + mesh.dp.rank
@@ -127,9 +125,9 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
     """Computes the loss of step `it`, with documents the mean over its learned tokens, whichever rank has
     them. Its gradients are on their way to the ranks that need them."""
     cfg, mesh = run.cfg, run.mesh
-    learned = run.data.share(cfg, it, mesh.dp.size).learned if cfg.documents else 0
-    # of all dp ranks; `part`: the weight of one, on one of the cp ranks, in the mean of all tokens
+    # micro_batches: all dp ranks'; part: the weight of one of them, on one cp rank, in the mean of all tokens
     micro_batches = cfg.micro_batches(mesh.dp.size)
+    learned = run.data.share(cfg, "train", it, micro_batches).learned if cfg.documents else 0
     part = 1.0 if cfg.documents else 1 / (micro_batches * cfg.cp)
     loss = torch.zeros((), device=run.device)
     # all batches first: the device need not wait for one later
@@ -159,7 +157,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
             mesh.take_sent_bytes()
             start, lr = time.perf_counter(), learning_rate(cfg, it)
             loss = forward_backward(run, it)
-            # a segment of the memory plan, as the optimizer is one: temporary tensors have planned addresses
+            # clip and optimizer are segments of the memory plan too: their temporary tensors have addresses
             grad_norm = arena.run("clip", run.optimizer.clip, cfg.grad_clip)
             # only here the host waits for the device; both tensors are free before the optimizer has its own
             loss, grad_norm = torch.stack((loss, grad_norm)).tolist()
@@ -179,7 +177,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
         step_s, stalled_s, stopped, longest_s, _ = every.amax(0).tolist()
         run.slowest_s = max(run.slowest_s, step_s)
         bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None
-        share = run.data.share(cfg, it, mesh.dp.size)
+        share = run.data.share(cfg, "train", it, cfg.micro_batches(mesh.dp.size))
         rate = tgs(share.tokens, mesh.host.size, step_s)
         of_peak = mfu(cfg, rate, run.peak, model_flops(cfg, *share) / share.tokens)
         stats = StepStats(it, loss, lr, grad_norm, step_s, share.tokens, rate, of_peak,
@@ -188,7 +186,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss,
                           target_tokens=share.learned if cfg.documents else None)
-        # the arena plans segments that are new: after the first step those of clip and optimizer
+        # the arena plans segments without a plan: after the first step clip and optimizer. Others keep theirs
         report_step(run, stats, spans, arena.settle())
         if stopped:  # by every rank alike: complete() saves what is done
             stop.number = int(stopped)  # a signal that came after the ranks agreed is for another step

@@ -1,15 +1,15 @@
 """MEMO's training step on one device, as the paper has it (MEMO 4.1). Read this file first.
 
-Why. A layer keeps activations from its forward for its backward, 16 numbers for each token and channel: x,
+Why. A layer keeps "skeletal" activations from forward to backward, 16 numbers for each token and channel: x,
 attn_out, ln1_out, q, k, v, mid, ln2_out, 4 before the GELU and 4 behind. At a million tokens no GPU holds
 those of all layers. Recomputing all of them runs attention twice. Copying all of them to the host can take
 longer than the layers compute, and more memory than the host has.
 
-The idea. The device has two "rounding buffers" (of x three), and layer k computes in buffer k % 2. The host
-gets a copy of each layer's input x and of attention's output attn_out with its statistic lse. Each row (a
-token) of all other tensors follows from the same row of x and attn_out: so the host gets a fraction alpha of
-the other tensors' rows (memo/decide/alpha.py finds it), and the backward recomputes the rest, without
-attention. Three streams work at the same time. Of five layers (Forward, Recompute, Backward):
+The idea. The device has two buffers (MEMO: "rounding buffers"; of x three), and layer k computes in buffer
+k % 2. The host gets a copy of each layer's input x and of attention's output attn_out with its statistic lse.
+Each row (a token) of all other tensors follows from the same row of x and attn_out: so the host gets a
+fraction alpha of the other tensors' rows (memo/decide/alpha.py finds it), and the backward recomputes the
+rest, without attention. Three streams work at the same time. Of five layers (Forward, Recompute, Backward):
 
     buffer     0     1     0     1     0           0     1        0        1        0
     compute    F0 ─► F1 ─► F2 ─► F3 ─► F4 ─► head  B4 ─► R3 B3 ─► R2 B2 ─► R1 B1 ─► R0 B0
@@ -23,7 +23,6 @@ memory of dropped rows: F4 has written over those of layer 3, so R3 makes them a
 
 The trainer itself does the same from a list of steps, with any number of buffers, subsequences and ranks:
 memo/schedule/program.py makes the list, execute.py runs it; tests/test_plain.py holds both to the same bits.
-Not here: the paper's other half, planned addresses for temporary tensors (memo/planner/plan.py).
 """
 
 from dataclasses import dataclass, field
@@ -107,16 +106,15 @@ def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         destination.copy_(source, non_blocking=True)
 
 
-def training_step(model: Transformer, memory: Memory, streams: Streams, tokens: torch.Tensor,
+def training_step(gpt: Transformer, memory: Memory, streams: Streams, tokens: torch.Tensor,
                   targets: torch.Tensor) -> torch.Tensor:
-    """Computes the mean loss of tokens (B, T), and adds its gradients to those of the parameters. `model`: a
-    GPT of model.py."""
+    """Computes the mean loss of tokens (B, T); adds its gradients to the parameters'. `gpt`: of model.py."""
     compute, offload, prefetch = streams.compute, streams.offload, streams.prefetch
-    blocks, edges, layers, L = model.blocks, model.edges, memory.layers, len(model.blocks)
+    blocks, edges, layers, L = gpt.blocks, gpt.edges, memory.layers, len(gpt.blocks)
     computed, offloaded, done, prefetched = ([Event(f"{what} {k}") for k in range(L)] for what in (
         "forward", "offload", "backward", "prefetch"))
     positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
-    turn = model.rotations_of(positions)  # rotary positions; None where positions are learned
+    turn = gpt.rotations_of(positions)  # rotary positions; None where positions are learned
     ids, loss = tokens.reshape(-1), torch.zeros((), device=tokens.device)
 
     compute.launch("embedding", edges.embed, ids, positions, layers[0].x)

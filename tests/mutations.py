@@ -65,8 +65,8 @@ MUTATIONS = [
              "torch.stack((windows[:, :-1], windows[:, :-1].roll(-1, 1)))",
              ("tests/test_data.py::test_batches_depend_on_seed_and_step_only",)),
     Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
-             "loss += run.model.forward(tokens, targets, scale=part) * part",
-             "loss += run.model.forward(tokens, targets, scale=part * cfg.cp) * part",
+             "loss += run.model.forward(*one, scale=part, learned=learned) * part",
+             "loss += run.model.forward(*one, scale=part * cfg.cp, learned=learned) * part",
              (f"{LAUNCH}::test_a_run_in_any_layout_is_the_run_of_one_process[2-keys1-model1]",)),
     Mutation("a-token-sees-the-next", "memo/kernels/attention.py",
              "device=q.device).triu_(1)",

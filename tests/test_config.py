@@ -119,7 +119,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--init_from=gpt2"], "init_from='gpt2' must be scratch, resume or hf:<folder>"),
     (["--init_from=resume", "--out_dir=nowhere"],
      "nowhere/ckpt holds no checkpoint; train with --init_from=scratch, or see memo.convert"),
-    (["--alpha=1.5"], "alpha=1.5 must be at most 1.0 (1 is all tokens)"),
+    (["--alpha=1.5"], "alpha=1.5 must be at most 1.0 (1 is all of it)"),
     (["--alpha=half"], "alpha='half' must be float or auto"),
     (["--alpha=nan"], "alpha=nan must be at least 0.0"),
     (["--activation=swap", "--alpha=0.5"],

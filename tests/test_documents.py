@@ -126,7 +126,7 @@ FAMILIES = dict(gpt=dict(bias=True, position="learned"), qwen=dict(
 def packed_step(model, optimizer, cfg, data):
     """Loss of a step, as all ranks know it; gradients are reduced."""
     mesh, loss = model.mesh, torch.zeros(())
-    learned = data.share(cfg, 0, mesh.dp.size).learned
+    learned = data.share(cfg, "train", 0, cfg.micro_batches(mesh.dp.size)).learned
     order = row_order(cfg, cfg.block_size, mesh)
     micros = range(mesh.dp.rank, cfg.micro_batches(mesh.dp.size), mesh.dp.size)
     for micro in micros:
@@ -152,7 +152,7 @@ def packed_gradients(host, cfgs, folder):
 def of_documents(cfg, folder):
     """(loss, norm, gradients) of a step's pieces, each alone in an fp64 model."""
     data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
-    share, packing = data.share(cfg, 0, 1), data.packings["train"]
+    share, packing = data.share(cfg, "train", 0, 2), data.packings["train"]
     model, optimizer = build(cfg, ALONE)
     weights = ((name, w.double()) for name, w in views(model.layout, optimizer.master).items())
     reference = Reference(cfg).load(weights)

@@ -82,8 +82,8 @@ class Settings:
                           "device, recomputed from its input, swapped to the host, or swapped as far as "
                           "that hides and fits", section="activations",
                           choices=("keep", "recompute", "swap", "memo"))
-    alpha: float = key("auto", "for activation=memo, the part of the tokens whose activations are swapped, "
-                       "0 to 1, or auto", least=0.0, most=1.0, why="1 is all tokens")
+    alpha: float = key("auto", "for activation=memo, the part of what may be recomputed that is swapped "
+                       "instead, 0 to 1, or auto", least=0.0, most=1.0, why="1 is all of it")
     alpha_mode: str = key("per_tensor", "what auto finds: one alpha and two buffers as in the paper, or a "
                           "fraction for each tensor and as many buffers as fit",
                           choices=("paper", "per_tensor"))

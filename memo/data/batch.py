@@ -83,12 +83,12 @@ class Data:
         packing = self.packings["train"]
         return [packing.pieces(k)[0][0] for k in packing.numbers(step * micros * B, micros * B, cfg.seed)]
 
-    def share(self, cfg: Config, step: int, dp: int) -> Share:
-        """Counts what a step's sequences hold together."""
-        count, S = cfg.batch_size * cfg.micro_batches(dp), cfg.block_size
+    def share(self, cfg: Config, split: str, step: int, micro_batches: int) -> Share:
+        """Counts what the sequences of a step of so many micro batches hold together."""
+        count, S = cfg.batch_size * micro_batches, cfg.block_size
         if not cfg.documents:
             return Share(count * S, count * S, count * S**2)
-        return self.packings["train"].share(step * count, count, cfg.seed)
+        return self.packings[split].share(step * count, count, cfg.seed)
 
     def packed_batch(self, split: str, first: int, B: int, seed: int, order: RowOrder) -> Batch:
         """Reads the batch of B packed sequences of a run, from number `first` on: positions and targets are

@@ -2,12 +2,11 @@
 
 x, attn_out and lse are swapped whatever alpha is (of an `input_only` unit x alone); "others" are all other
 tensors, with several subsequences but for k and v. Each subsequence then has an alpha of its own, whose
-copies hide behind the unit that follows. Copies back set no limit: a backward takes about twice as long as a
-forward. `per_tensor`, the default, finds one fraction for each group of tensors by a linear program, `paper`
-one alpha for all in closed form, `fixed_alpha` takes alpha as it is. Plain numbers in, a SwapPlan out;
-memo/decide/where.py chooses the number of buffers and makes rows of alpha; with subsequences, or layers that
-come, it also simulates the step, and lowers alpha where that stalls less and is no slower. Source: MEMO 1 and
-4.1; SPPO 5.2.
+copies hide behind the unit that follows. Copies back set no limit: a backward takes twice as long as a
+forward, and both ways are taken for equally fast. `per_tensor`, the default, finds a fraction for each group
+of tensors by a linear program, `paper` one alpha for all in closed form, `fixed_alpha` takes alpha as it is.
+memo/decide/where.py chooses the number of buffers, makes rows of alpha, and with subsequences, or layers that
+come, lowers it where a simulated step stalls less and is no slower. Source: MEMO 1 and 4.1; SPPO 5.2.
 """
 
 from collections import Counter
@@ -78,7 +77,7 @@ class AlphaProblem:
 
     @cached_property
     def swapped(self) -> list[int]:
-        """Units of each subsequence that are swapped."""
+        """Counts the swapped units of each subsequence."""
         of = Counter(self.placement.kinds[:self.n_swapped])
         return [of[i] for i in range(len(self.lengths))]
 

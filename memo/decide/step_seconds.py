@@ -96,7 +96,7 @@ def end_seconds(step: Step, ends: Ends, p: Placement, sizes: Sizes) -> float:
         case Op.SEND if step.peer is None:
             return (ends.send_s if step.moved is Moved.STREAM else ends.send_gradient_s)[i]
         case Op.SEND if lanes:
-            piece, _ = sizes.memory.help_of(step)
+            piece, _ = sizes.table.help_of(step)
             return lanes.seconds(sizes.moved(step), step, piece)
         case Op.ADD if lanes:  # two are read, one is written
             return 3 * sizes.moved(step) / lanes.memory_bytes_per_s

@@ -84,8 +84,8 @@ def with_stream(placement: Placement, tensors: dict[str, Tensor], spare_bytes: f
 
 def kept_rows(chosen: Fractions, most: Fractions, cuts: Sequence[int],
               granularity: int) -> dict[str, tuple[int, ...]]:
-    """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`; the next one has what
-    that leaves, up to its fraction of `most`. Later units are no more, so that no more rows are swapped."""
+    """Rounds {tensor: rows of each subsequence} down to multiples of `granularity`. What is left goes to the
+    next subsequence, up to its fraction in `most`; that has no more units, so no more rows are swapped."""
     found = {}
     for name, fractions in chosen.items():
         kept, left = [], 0.0

@@ -130,7 +130,7 @@ class Swap:
             self.x = [rows[:p.n_rows]] * (p.n_layer + 1)
         for unit, s in self.units.items():
             n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[unit.subsequence]
-            first = p.first_row(self.sizes.memory.below(unit))
+            first = p.first_row(self.sizes.table.below(unit))
             stream = rows[first:first + n]
             own = stream if n == len(s.x) else of_sequences(stream, self.B, 0, len(s.x))
             self.whole[unit], self.between[unit] = (stream, stream), (own, own)
@@ -139,7 +139,7 @@ class Swap:
     def add_pieces(self, gradients: bool) -> None:
         """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows."""
         p, (tokens, heads) = self.placement, self.key_shape
-        memory, D = self.sizes.memory, self.layer.head_dim
+        table, D = self.sizes.table, self.layer.head_dim
 
         def piece(memory: torch.Tensor, first: int, rows: int) -> Pair:
             row = 2 * tokens * heads * D  # elements of k and v of a row
@@ -149,7 +149,7 @@ class Swap:
             ("keys", self.dtype), ("key_gradients", torch.float32)))
         for layer in range(p.n_layer):
             units = [Unit(layer, i) for i in range(p.subsequences)]
-            of_layer = [piece(keys, p.first_row(memory.keys(unit)), p.cuts[unit[1]]) for unit in units]
+            of_layer = [piece(keys, p.first_row(table.keys(unit)), p.cuts[unit[1]]) for unit in units]
             sums_of_layer = [piece(sums, p.first_row(place_at(Region.SUMS, *unit)), p.cuts[unit[1]])
                              for unit in units if gradients]
             for n, unit in enumerate(units, 1):
@@ -173,7 +173,7 @@ class Swap:
         self.guest_weights, keys = (places(region, self.dtype) for region in ("guest_weights", "guest_keys"))
         gradients = places("guest_gradients", torch.float32)  # of weights, then of keys and values
         self.guest_gradients = [g[:numel] for g in gradients]
-        for unit, turn in self.sizes.memory.turn.items():
+        for unit, turn in self.sizes.table.turn.items():
             guest = p.guest_of[unit.subsequence]
             ends = [*accumulate([*p.cuts[:guest.subsequence], guest.end], initial=0)]
             self.keys[unit], self.sums[unit] = (
@@ -208,7 +208,7 @@ class Swap:
         p, (content, unit, rows) = self.placement, part
         guest = p.guest_of.get(unit.subsequence)
         match content:
-            case Content.INPUT if unit in self.sizes.memory.streamed:
+            case Content.INPUT if unit in self.sizes.table.streamed:
                 return [self.units[unit].x]
             case Content.KEPT | Content.INPUT:
                 return self.survivors(part)
@@ -222,7 +222,7 @@ class Swap:
         if content in (Content.LOAN, Content.REPAID):
             if guest:  # which has places of its own for them
                 of_layer = self.guest_weights if content is Content.LOAN else self.guest_gradients
-                return [of_layer[self.sizes.memory.turn[unit]], *flat(before)]
+                return [of_layer[self.sizes.table.turn[unit]], *flat(before)]
             return [*[self.params[unit.layer]] * (content is Content.LOAN), *flat(before)]
         if rows is None:
             return [*last]
@@ -237,7 +237,7 @@ class Swap:
 
     def swapped_pairs(self) -> dict[Step, Pairs]:
         """Finds for each step that copies [(bytes of a buffer, those in the slab, or where they stay)]."""
-        p, sizes, memory = self.placement, self.sizes, self.sizes.memory
+        p, sizes, table = self.placement, self.sizes, self.sizes.table
         passes = self.passes
         copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
                   if step.op in COPIES and not step.of_states]
@@ -248,10 +248,10 @@ class Swap:
         pairs = dict[Part, Pairs]()
         for step in copies:  # to the host first
             rests = p.stays and step.op is Op.OFFLOAD and step.moved is Moved.ACTIVATIONS
-            for part in reversed(memory.moves(step)):  # inputs first, as a layer has them
+            for part in reversed(table.moves(step)):  # inputs first, as a layer has them
                 if part in pairs:
                     continue
-                there, pairs[part] = (memory.slab(part), part.content is Content.KEPT), []
+                there, pairs[part] = (table.slab(part), part.content is Content.KEPT), []
                 if there not in places:
                     places[there], end = end, end + sizes.of(part)
                 at = places[there]
@@ -263,17 +263,17 @@ class Swap:
                     pairs[part].append((t, self.buffers["resident"][stayed:stayed + t.nbytes]))
                     stayed += t.nbytes
         assert end == self.host_bytes  # the slab is as large as what goes there
-        return {step: [pair for part in reversed(memory.moves(step)) for pair in pairs[part]]
+        return {step: [pair for part in reversed(table.moves(step)) for pair in pairs[part]]
                 for step in copies}
 
     def input_of_sweep(self, unit: Unit) -> torch.Tensor:
         """Finds where the input (n, C) of a unit lies for the sweep: it came back there, or never left."""
-        x, swept = self.units[unit].x, self.sizes.memory.swept
+        x, swept = self.units[unit].x, self.sizes.table.swept
         return self.sweep_inputs[swept[unit] % SWEEP_PLACES][:len(x)] if unit in swept else x
 
     def message(self, step: Step) -> list[torch.Tensor]:
         """Finds what a step sends or receives, as long at both ends; or what a home adds."""
-        parts = self.sizes.memory.moves(step)
+        parts = self.sizes.table.moves(step)
         if step.op is Op.ADD or (step.op is Op.RECEIVE and step.moved is Moved.REPAYMENT):
             assert step.peer is not None
             numel, repaid = len(self.params[0]), self.repaid[step.peer]
@@ -284,7 +284,7 @@ class Swap:
 
     def add(self, step: Step, gradients: torch.Tensor) -> None:
         """Adds what a helper has repaid to the `gradients` of a layer, flat, and to the sums."""
-        totals = [gradients, *self.views(*self.sizes.memory.moves(step))]
+        totals = [gradients, *self.views(*self.sizes.table.moves(step))]
         for total, more in zip(totals, self.message(step), strict=True):
             total.add_(more)
 

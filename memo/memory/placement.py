@@ -153,7 +153,7 @@ class Placement(Surroundings, InOrder):
         return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
 
     def first_kept(self, k: int, name: str) -> tuple[int, int]:
-        """Counts the rows of tensor `name` of unit k that survive, and finds the first of them."""
+        """Finds (how many rows of tensor `name` of unit k survive, the first of them)."""
         n = self.rows(k)
         if k in self.gives_up and name != INPUT:
             rows = 0

@@ -137,7 +137,7 @@ class Sizes:
     # --- what moves ---
 
     @cached_property
-    def memory(self) -> AccessTable:
+    def table(self) -> AccessTable:
         return AccessTable(self.placement.program)
 
     @cached_property
@@ -152,12 +152,12 @@ class Sizes:
 
     def moved(self, step: Step) -> int:
         """Counts the bytes that a copy moves to or from the host, or a message; or what a home adds."""
-        return sum(map(self.of, self.memory.moves(step)))
+        return sum(map(self.of, self.table.moves(step)))
 
     def of(self, part: Part) -> int:
         """Counts the bytes of a part; of what stays on the device none."""
         p, (content, unit, rows) = self.placement, part
-        if content is Content.KEPT or (content is Content.INPUT and unit not in self.memory.streamed):
+        if content is Content.KEPT or (content is Content.INPUT and unit not in self.table.streamed):
             return sum(n for _, n in self.kept[p.like[p.number[unit]], content, False].values())
         x = unit.subsequence % p.subsequences  # a guest's, too
         n = rows[1] - rows[0] if rows else p.rows(p.number[unit])

@@ -2,8 +2,8 @@
 
 A place is a region of memory that streams use one after the other; a step reads some places and writes some.
 What is read and then written over, or added to, stands among the writes alone: a write waits for the last
-writer and for all readers since. AccessTable that only the compute stream touches needs no place; that
-rows to recompute have one adds no wait, but lets the replay check them (tests/replay.py).
+writer and for all readers since. Memory that only the compute stream touches needs no place. Rows to
+recompute have one all the same: it adds no wait, but lets the replay check them (tests/replay.py).
 
 A copy or a message moves parts of what units have, the same at both ends. It touches the places where these
 lie. Bytes of parts: memo/memory/sizes.py; their tensors: memo/memory/buffers.py.

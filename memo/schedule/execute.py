@@ -1,5 +1,5 @@
 """Executes schedules: the host hands each step to its stream, in launch order, behind the steps that it waits
-for. The host itself waits for nothing but streams of its own: those of the CPU, and the optimizer's there.
+for. The host itself waits only for its own threads: on a CPU those of all streams, else the optimizer's.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ class Executor:
         """Launches the steps. work_of(step): what it does."""
         for step, waits in steps.items():
             stream = self.streams.named(step.stream)
-            for earlier in sorted(waits, key=wait_kind):  # bubbles first: a copy may end while one lasts
+            for earlier in sorted(waits, key=wait_kind):  # messages before copies: for the timeline
                 stream.wait(self.events[earlier], self.reasons[step, earlier])
             stream.launch(*work_of(step))
             if step in self.events:

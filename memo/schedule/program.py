@@ -9,7 +9,7 @@ A unit is one layer at one subsequence. Units are computed in order, one buffer 
                (memo/memory/placement.py); when unit k is done, the prefetch stream refills its buffer with
                unit k - n, while the units between compute; missing rows are recomputed before a backward
 
-`memo` and `swap` have n = 2 or more, `keep` has a buffer for each unit, `recompute` one: both copy nothing.
+`memo` has n = 2 or more, `swap` 2. `keep` has a buffer for each unit, `recompute` one; these copy nothing.
 That is MEMO. The rest is of subsequences, of stages, of layers that come: skip it at first.
 
 With several subsequences a unit reads the keys and values of its layer's earlier ones. Layer by layer only
@@ -241,10 +241,10 @@ class Program(InOrder):
             yield Step(Op.PREFETCH, unit, Moved.INPUT, back=True)
         for layer in reversed(self.come[-LAYER_PLACES:]):
             if layer != self.layers:  # the head's came in the forward
-                yield from self.next_sums(layer + LAYER_PLACES)
+                yield from self.next_gradients(layer + LAYER_PLACES)
         if self.layers in self.come:
             yield from self.send_gradients(self.layers)
-            yield from self.next_sums(self.layers)
+            yield from self.next_gradients(self.layers)
         if fates.sends:
             yield Step(Op.RECEIVE, Unit(top, last), Moved.GRADIENT, back=True)
         yield from self.home.lend_back(last)
@@ -284,7 +284,7 @@ class Program(InOrder):
         if k - n in self.copied:
             yield Step(Op.PREFETCH, self.units[k - n], Moved.ACTIVATIONS, back=True)
         if complete:  # behind the prefetches of activations, which need not wait for gradients to leave
-            yield from self.next_sums(layer)
+            yield from self.next_gradients(layer)
         for swept in self.swept_behind(unit):
             yield Step(Op.SWEEP, swept, back=True)
             if swept in self.input_after:
@@ -320,8 +320,8 @@ class Program(InOrder):
         if below in range(max(0, self.come.start), self.come.stop - LAYER_PLACES):
             yield Step(Op.PREFETCH, Unit(below, 0), Moved.WEIGHTS, back=True)
 
-    def next_sums(self, layer: int) -> Iterator[Step]:
-        """Yields the coming of what earlier micro batches have left of the gradients of the layer that takes
-        over the place of one that has left."""
+    def next_gradients(self, layer: int) -> Iterator[Step]:
+        """Yields the prefetch of the gradients that earlier micro batches have summed, of the layer whose
+        turn it is in the place of `layer`."""
         if layer - LAYER_PLACES in self.come:
             yield Step(Op.PREFETCH, Unit(layer - LAYER_PLACES, 0), Moved.WEIGHT_GRADIENTS, back=True)

@@ -212,7 +212,7 @@ class Part(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Says what a step reads, and what it writes."""
+    """Says what a step reads, and what it writes: also what it reads and then writes over, or adds to."""
 
     reads: Places
     writes: Places

@@ -16,9 +16,9 @@ from memo.schedule.program import Program
 from memo.schedule.states import States
 from memo.schedule.step import Access, Place, Step
 
-# {step of another stream that must be done before: the place that both touch}, for steps in launch order
+# {a step of another stream that must be done before: the place that both touch}
 Waits = Mapping[Step, Place]
-Schedule = Mapping[Step, Waits]
+Schedule = Mapping[Step, Waits]  # in launch order
 Clock = dict[str, int]  # {stream: the number of its last step that is done for certain}
 
 
@@ -33,7 +33,7 @@ class Pass:
     numbers, in launch order. Every step has a clock, of what is done for certain when it is; a step has to
     wait only for what its stream's clock does not hold yet."""
 
-    def __init__(self, steps: Iterable[Step], memory: AccessTable) -> None:
+    def __init__(self, steps: Iterable[Step], table: AccessTable) -> None:
         self.steps = [*steps]
         self.streams = [step.stream for step in self.steps]
         self.waits: list[dict[int, Place]] = []
@@ -42,10 +42,10 @@ class Pass:
         self.writer: dict[Place, int] = {}
         # since it was written, the last one of each stream
         self.readers: dict[Place, Clock] = defaultdict(dict)
-        # of each step: the places that its stream has no order for yet: it may wait for a pass before
+        # of each step: the places that its pass has not ordered for its stream: it may wait for a pass before
         self.first: list[Access] = []
         for number, step in enumerate(self.steps):
-            self.add(number, memory.access(step))
+            self.add(number, table.access(step))
 
     def add(self, number: int, access: Access) -> None:
         """Derives the waits of the next step."""
@@ -65,8 +65,8 @@ class Pass:
             writer[place] = number
 
     def needed(self, access: Access, clock: Clock) -> dict[int, Place]:
-        """Finds which steps of the pass a next one waits for, those that `clock` does not hold, and advances
-        it. A wait is named by the first place that it protects, of the writes, else of the reads."""
+        """Finds the steps of the pass that a next one waits for, those that `clock` does not hold. Advances
+        `clock`. A wait is named by the first place that it protects, of the writes, else of the reads."""
         writer, earlier = self.writer, dict[int, Place]()
         for place in reversed(access.reads):
             if place in writer:
@@ -84,7 +84,7 @@ class Pass:
         return waits
 
     def waits_for(self, before: "Pass") -> Iterator[tuple[Step, Waits]]:
-        """Yields the steps that wait for some of a pass `before`, which has run to its end, and for which."""
+        """Yields (step, the steps of `before` that it waits for); `before` is a pass that ran to its end."""
         clocks, clock_of = list[Clock](), dict(before.clock_of)
         for step, stream, own, first in zip(self.steps, self.streams, self.waits, self.first, strict=True):
             clock, touches = clock_of.get(stream, {}), any(first)
@@ -140,11 +140,11 @@ def passes_of(program: Program, states: States,
     evaluated = Pass(evaluation, AccessTable(alone, states))
     if not program.trains:
         return Passes(evaluated.schedule([evaluated]))
-    memory, early_steps = AccessTable(program, states), [*states.with_sums(train)]
-    last = Pass(states.with_reductions(train, program.subsequences), memory)
-    update = Pass(states.update(), memory)
+    table, early_steps = AccessTable(program, states), [*states.with_sums(train)]
+    last = Pass(states.with_reductions(train, program.subsequences), table)
+    update = Pass(states.update(), table)
     # micro batches before the last one have a pass of their own where that has more steps
-    early = [Pass(early_steps, memory)] if len(early_steps) < len(last.steps) else []
+    early = [Pass(early_steps, table)] if len(early_steps) < len(last.steps) else []
     before = [evaluated, last, update, *early]
 
     def part(steps: Schedule, back: bool) -> Schedule:

@@ -87,7 +87,7 @@ def place_on_host(model: Parameters) -> HostSlab:
 
 
 class Model(Parameters):
-    """Trains what `make` makes of this rank's parameters, or evaluates it; without `grads` no more than that.
+    """Trains the transformer that `make` builds over this rank's parameters; without `grads` evaluates only.
 
     B, T, N: sequences, the T = S/cp tokens of each that this rank holds, and their rows N = B*T. `gpt`: the
     transformer. `shape`: (B, T) for which reserve() has taken memory, `swap`. `arena`: where transient
@@ -251,7 +251,7 @@ class Model(Parameters):
         if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
         helps = i in swap.placement.guest_of
-        block = self.guest_blocks[swap.sizes.memory.turn[step.unit]] if helps else self.gpt.blocks[layer]
+        block = self.guest_blocks[swap.sizes.table.turn[step.unit]] if helps else self.gpt.blocks[layer]
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
         alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
