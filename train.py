@@ -37,8 +37,8 @@ import torch
 
 from memo.checkpoint import checkpoint
 from memo.config.formulas import mfu, model_flops, tgs
-from memo.data.batch import Batch
 from memo.huggingface.weights import HfWeights
+from memo.layer.tiles import Batch
 from memo.parallel.mesh import open_mesh
 from memo.run import reserve
 from memo.run.ending import complete, not_finite, save
@@ -102,8 +102,7 @@ def learning_rate(cfg: Config, it: int) -> float:
 def batch(run: Run, split: str, step: int, micro_step: int) -> Batch:
     """Draws tokens and targets of this rank's part of each sequence, (B, T) each, on its device."""
     # drawn by (seed, step, micro step): a resumed run goes on with the very batches it would have had
-    return run.data.draw(run.cfg, split, step, micro_step, run.mesh.dp.size, run.order).to(
-        run.device, run.cfg.pin_memory)
+    return run.model.on_device(run.data.draw(run.cfg, split, step, micro_step, run.mesh.dp.size, run.order))
 
 
 def evaluate(run: Run) -> float:

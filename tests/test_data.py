@@ -18,12 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import train
 from memo.data import batch, tokens
-from memo.data.batch import SPLITS, open_dataset, to_device
+from memo.data.batch import SPLITS, open_dataset
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DTYPES, train_tokenizer, write_dataset
 from memo.errors import ConfigError, DataError
 from memo.system import command, files
 from memo.system.command import run
+from memo.system.device import to_device
 from testing.ranks import TIMEOUT_S
 from tests.helpers import ROOT, told
 from tests.texts import TEXTS, rows, save, stdlib, text

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,26 +16,10 @@ from memo.data.packing import Packing, Share, pack
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DTYPES, STARTS
 from memo.errors import ConfigError, DataError, reason
-from memo.layer.edges import UNLEARNED
-from memo.layer.tiles import Packed, RowOrder
+from memo.layer.tiles import UNLEARNED, Batch, Packed, RowOrder
 from memo.system.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
 
 SPLITS = ("train", "val")
-
-
-class Batch(NamedTuple):
-    """Holds tokens and targets, int64 (B, T) each; nothing is learned where a target is UNLEARNED. `packed`:
-    with documents alone."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    packed: Packed | None = None
-
-    def to(self, device: torch.device, pin: bool) -> "Batch":
-        """Copies what is of tokens to a device."""
-        tokens, targets, packed = self
-        packed = packed and packed._replace(positions=to_device(packed.positions, device, pin))
-        return Batch(to_device(tokens, device, pin), to_device(targets, device, pin), packed)
 
 
 class Data:
@@ -120,11 +103,6 @@ class Data:
         tokens, targets, positions = torch.cat(order.deal(read), 2)
         inside = tuple(tuple(start for start in of if start < packing.S) for of in starts)
         return Batch(tokens, targets, Packed(positions, inside))
-
-
-def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """Copies `t` to the device. With `pin` the host does not wait: torch has pinned memory of its own."""
-    return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
 
 
 def prepare_again(folder: Path) -> str:

@@ -16,10 +16,9 @@ from memo.kernels.matmul import accumulate_product
 from memo.kernels.ops import Ops
 from memo.kernels.rows import chunks
 from memo.layer.activations import Weights
+from memo.layer.tiles import UNLEARNED, Learned
 from memo.parallel.tp import embedding_backward, embedding_forward
 from memo.system.axis import Axis
-
-UNLEARNED = -1  # the target of a token behind which nothing is learned
 
 
 @dataclass
@@ -73,15 +72,43 @@ class Edges:
         logits[:, padding:] = torch.finfo(logits.dtype).min  # not -inf: a rank may have nothing else
         return h, mean, rstd, logits
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None, loss: torch.Tensor,
-             some: bool = False) -> None:
+    def head(self, x: torch.Tensor, targets: torch.Tensor | Learned, N: int, scale: float | None,
+             loss: torch.Tensor) -> None:
         """Adds this subsequence's part of the mean loss of N rows to `loss`, and with `scale` writes the
-        gradient of scale * loss over x (n, C). `some`: of targets some may be UNLEARNED, and N counts the
-        others. More than head_rows() rows of logits never exist."""
+        gradient of scale * loss over x (n, C). More than head_rows() rows of logits never exist."""
         rows = self.own_head_rows  # a few thousand: the logits of a million tokens would fill the device
+        if isinstance(targets, Learned):
+            self.head_of_some(x, targets, N, scale, loss)
+            return
         for x_, target in zip(x.split(rows), targets.view(-1, self.tp.size).split(rows), strict=True):
             # rows of a gather come rank by rank, tokens by turns: so do the targets then
-            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale, some)
+            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale)
+
+    def learned(self, targets: torch.Tensor) -> Learned:
+        """Finds the Learned of the targets (N,) of all tp ranks' rows of a subsequence, on the host."""
+        tp, known = self.tp, targets.view(-1, self.tp.size)
+        n, learned = len(known), known != UNLEARNED
+        chunk, counts = min(self.own_head_rows, n), learned.sum(0)
+        order = (~learned).byte().argsort(dim=0, stable=True)  # of each rank first what is learned
+        m = -(-int(counts.max()) // chunk) * chunk
+        rows = torch.cat([order[:m], order.new_zeros(max(0, m - n), tp.size)])
+        filled = torch.arange(m)[:, None] < counts
+        own = int(counts[tp.rank])
+        return Learned(rows[:, tp.rank].contiguous(), known.gather(0, rows).where(filled, UNLEARNED), own,
+                       order[own:, tp.rank].contiguous())
+
+    def head_of_some(self, x: torch.Tensor, learned: Learned, N: int, scale: float | None,
+                     loss: torch.Tensor) -> None:
+        """Computes as head() those rows that are learned; the gradient of the others is 0."""
+        rows, left = min(self.own_head_rows, len(x)), learned.own
+        for own, target in zip(learned.rows.split(rows), learned.targets.split(rows), strict=True):
+            x_ = x[own]
+            loss += self.head_chunk(x_, target.t().reshape(-1), N, scale, some=True)
+            if scale is not None:
+                x.index_copy_(0, own[:max(0, left)], x_[:max(0, left)])
+            left -= rows
+        if scale is not None:
+            x.index_fill_(0, learned.rest, 0.0)
 
     @property
     def own_head_rows(self) -> int:
@@ -92,7 +119,7 @@ class Edges:
     def head_chunk(self, x: torch.Tensor, target: torch.Tensor, N: int, scale: float | None,
                    some: bool = False) -> torch.Tensor:
         """Computes a chunk's part of the mean loss of N rows, from own rows x (n, C) and targets (tp * n,)
-        of all tp ranks, and with `scale` the gradients. `some`: see head()."""
+        of all tp ranks, and with `scale` the gradients. `some`: of the targets some may be UNLEARNED."""
         w, dw, tp = self.w, self.dw, self.tp
         h, mean, rstd, logits = self.logits(x)
         log_p, dlogits = self.ops.cross_entropy(tp, logits, target, scale is not None)

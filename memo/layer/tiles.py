@@ -238,12 +238,40 @@ class RowOrder:
                 for a, b in pairwise([first, *(n for n in ends if first < n < end), end])]
 
 
+UNLEARNED = -1  # the target of a token behind which nothing is learned
+
+
+class Learned(NamedTuple):
+    """Says which of a rank's n own rows of a subsequence the head computes: (m,) `rows`, whole chunks, the
+    first `own` of which are learned; the others fill up, for all tp ranks have equally many. `targets` (m,
+    tp): of these rows of all tp ranks, UNLEARNED where they fill up. `rest`: own rows not learned."""
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+    own: int
+    rest: torch.Tensor
+
+    def to(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Learned":
+        return Learned(move(self.rows), move(self.targets), self.own, move(self.rest))
+
+
 class Packed(NamedTuple):
     """Says where the documents of a batch are. `positions` (B, T): of a rank's tokens, each in its piece of a
-    document. `starts`: for each sequence the first token of each piece but the first."""
+    document. `starts`: for each sequence the first token of each piece but the first. `learned`: by
+    subsequences, what Model.on_device() finds."""
 
     positions: torch.Tensor
     starts: tuple[tuple[int, ...], ...]
+    learned: Sequence[Learned] = ()
+
+
+class Batch(NamedTuple):
+    """Holds tokens and targets (B, T), int64; nothing is learned where a target is UNLEARNED. `packed`:
+    with documents alone."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    packed: Packed | None = None
 
 
 def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:

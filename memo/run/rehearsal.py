@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.kernels.backends import workspaces
-from memo.layer.tiles import Packed
+from memo.layer.tiles import Batch, Packed
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
@@ -57,15 +57,16 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     # with documents the head's requests are others; a sequence is rehearsed as one
-    positions = torch.arange(T, device=model.device).repeat(B, 1)
-    one, learned = (Packed(positions, ((),) * B), B * T) if model.cfg.documents else (None, 0)
+    batch, learned = Batch(tokens, tokens), B * T if model.cfg.documents else 0
+    if learned:
+        batch = model.on_device(Batch(tokens, tokens.cpu(), Packed(tokens % T, ((),) * B)))
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())
     try:
-        model.forward(tokens, tokens, one, scale=1.0, learned=learned)
+        model.forward(*batch, scale=1.0, learned=learned)
         model.backward()
-        model.forward(tokens, tokens, one, learned=learned)
+        model.forward(*batch, learned=learned)
         return arena.recorded().repeated(rehearsal.order.items())
     finally:
         swap.set_passes(passes)

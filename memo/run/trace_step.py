@@ -42,6 +42,7 @@ import torch
 
 from memo.estimate.arena import shortest
 from memo.layer.edges import Edges
+from memo.layer.tiles import Learned
 from memo.parallel.mesh import Mesh
 from memo.planner.trace import Trace
 from memo.run.rehearsal import kernel_requests, traced_requests
@@ -53,10 +54,11 @@ from model import GPT
 class Short(Edges):
     """Computes like Edges, but the head ends after two chunks."""
 
-    def head(self, x: torch.Tensor, targets: torch.Tensor, N: int, scale: float | None, loss: torch.Tensor,
-             some: bool = False) -> None:
+    def head(self, x: torch.Tensor, targets: torch.Tensor | Learned, N: int, scale: float | None,
+             loss: torch.Tensor) -> None:
+        assert not isinstance(targets, Learned)  # documents are rehearsed, not traced
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss, some)
+        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
 
 
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:

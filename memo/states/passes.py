@@ -21,7 +21,7 @@ from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
 from memo.layer.attend import Attention
 from memo.layer.edges import Edges
-from memo.layer.tiles import Packed, documents, row_order
+from memo.layer.tiles import Batch, Packed, documents, row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
@@ -32,7 +32,7 @@ from memo.schedule.execute import Work
 from memo.schedule.step import Content, Op, Part, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
-from memo.system.device import free_bytes
+from memo.system.device import free_bytes, to_device
 
 # --- what memo/ uses of a transformer; its module, model.py, is imported by commands alone ---
 
@@ -177,15 +177,27 @@ class Model(Parameters):
             self.swap.close()
         self.shape, self.taken = (0, 0), None
 
+    def on_device(self, batch: Batch) -> Batch:
+        """Copies a batch to the device; with documents the head's rows are found before."""
+        move = partial(to_device, device=self.device, pin=self.cfg.pin_memory)
+        tokens, targets, packed = batch
+        if packed is None:
+            return Batch(move(tokens), move(targets))
+        if self.shape != tokens.shape:
+            self.reserve(*tokens.shape)
+        learned = [self.gpt.edges.learned(part).to(move) for part in self.by_subsequence(targets)]
+        return Batch(move(tokens), targets, Packed(move(packed.positions), packed.starts, learned))
+
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
                 scale: float | None = None, learned: int = 0) -> torch.Tensor:
         """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss. With
-        documents, `packed`: the sum of those that have a target, over `learned`."""
+        documents, of a batch on_device(): the sum of those that have a target, over `learned`."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         if packed is not self.packed:
             self.meet(packed)
-        self.tokens, self.targets = (self.by_subsequence(ids) for ids in (tokens, targets))
+        self.tokens = self.by_subsequence(tokens)
+        self.targets = self.by_subsequence(targets) if packed is None else packed.learned
         self.scale, self.learned = scale, learned
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
@@ -264,7 +276,7 @@ class Model(Parameters):
                 return f"reader{alone}", head, i, whole[1]
             case Op.HEAD:
                 label = "evaluation head" if self.scale is None else "head"
-                mean = self.learned or B * T, self.scale, self.loss, self.learned > 0  # over all subsequences
+                mean = self.learned or B * T, self.scale, self.loss  # over the rows of all subsequences
                 return f"{label}{alone}", self.gpt.edges.head, whole[1], self.targets[i], *mean
             case Op.RECOMPUTE:
                 return f"recompute {name}", block.recompute, s, swap.missing[k]

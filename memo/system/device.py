@@ -90,3 +90,8 @@ def own_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
+
+
+def to_device(t: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
+    """Copies `t` to the device. With `pin` the host does not wait: torch has pinned memory of its own."""
+    return t.pin_memory().to(device, non_blocking=True) if pin and device.type == "cuda" else t.to(device)
