@@ -474,7 +474,7 @@ def test_the_rehearsal_makes_the_requests_of_a_real_step(kw):
     real = Arena(CPU)
     model.arena = real
     tokens = torch.randint(300, (1, 2048))
-    model.forward(tokens, tokens, 1.0)
+    model.forward(tokens, tokens, scale=1.0)
     model.backward()
     model.forward(tokens, tokens)
     recorded = real.recorded().segments
@@ -585,7 +585,7 @@ def test_shapes_in_turns_evaluations_and_another_alpha_change_nothing(capsys):
         losses = []
         for m in (model, twin):
             m.reserve(B, T, Placement(4, 2, B * T, dict.fromkeys(OTHERS, kept)))
-            losses.append([m.forward(targets, tokens).item(), m.forward(tokens, targets, 1.0).item()])
+            losses.append([m.forward(targets, tokens).item(), m.forward(tokens, targets, scale=1.0).item()])
             m.backward()
             losses[-1].append(m.forward(tokens, tokens).item())
         assert losses[0] == losses[1] and torch.equal(model.grads, twin.grads), step

@@ -17,9 +17,11 @@ from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
 from memo.layer.tiles import row_order
 from memo.parallel.mesh import ALONE
+from memo.planner.allocator import Arena
+from memo.run import reserve
 from memo.system.files import fingerprint
 from memo.verify.reference import Reference
-from tests.helpers import mesh_of
+from tests.helpers import CPU, mesh_of
 from tests.layouts import agree, assembled, build, layout_keys, on_ranks, views, whole
 
 # --- packing ---
@@ -123,28 +125,31 @@ FAMILIES = dict(gpt=dict(bias=True, position="learned"), qwen=dict(
     n_kv_head=2, norm="rmsnorm", mlp="swiglu", n_inner=64, qk_norm=True, tie_embeddings=False))
 
 
-def packed_step(model, optimizer, cfg, data):
+def packed_step(model, optimizer, cfg, data, step=0):
     """Loss of a step, as all ranks know it; gradients are reduced."""
     mesh, loss = model.mesh, torch.zeros(())
-    learned = data.share(cfg, "train", 0, cfg.micro_batches(mesh.dp.size)).learned
+    learned = data.share(cfg, "train", step, cfg.micro_batches(mesh.dp.size)).learned
     order = row_order(cfg, cfg.block_size, mesh)
     micros = range(mesh.dp.rank, cfg.micro_batches(mesh.dp.size), mesh.dp.size)
     for micro in micros:
-        batch = model.on_device(data.draw(cfg, "train", 0, micro, mesh.dp.size, order))
+        batch = model.on_device(data.draw(cfg, "train", step, micro, mesh.dp.size, order))
         loss += model.forward(*batch, scale=1.0, learned=learned)
         model.backward(last=micro == micros[-1])
     return mesh.mean_loss(loss)
 
 
 def packed_gradients(host, cfgs, folder):
-    """For each config (loss, gradient norm, gradients as of whole(), 0)."""
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
         data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
         model, optimizer = build(cfg, mesh)
+        arena = Arena(CPU, "greedy", guard=True)
+        arena.replay(reserve.requests_of_a_step(model, arena))
+        model.arena = arena
         loss, norm = packed_step(model, optimizer, cfg, data), optimizer.clip(0.0)
         shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
-        made.append((loss.item(), norm.item(), whole(optimizer, shard), 0))
+        made.append((loss.item(), norm.item(), whole(optimizer, shard), arena.stats().misses))
         model.close()
     return made
 
@@ -194,6 +199,7 @@ def test_a_packed_step_is_that_of_its_documents(folder, family, pack_as, cut):
     agree((*first[:2], mine), expected(family, pack_as, folder), cut)
     for other in others:
         assert other[:2] == first[:2]
+        assert other[3] == first[3] == 0, "requests that missed the memory plan"
         assert all(torch.equal(t, mine[name]) for name, t in assembled([other[2]]).items())
 
 
@@ -221,6 +227,7 @@ def test_every_layout_gives_the_gradients_of_the_documents(folder, text, kind, m
     first, other = on_ranks(text, cfgs, folder, work=packed_gradients)
     agree(first, expected(family, "best_fit", folder), (text, kind, more))
     assert other[:2] == first[:2]
+    assert other[3] == first[3] == 0, "requests that missed the memory plan"
     assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
 
 

@@ -25,7 +25,7 @@ import torch
 from memo.kernels.attention import Gradients, Kernel, Result
 from memo.layer.activations import Pieces
 from memo.layer.attend import Attention, Meanwhile, Pair, nothing
-from memo.layer.tiles import EVERYTHING, Meeting, Tiles
+from memo.layer.tiles import EVERYTHING, Fence, Meeting, Tiles
 from memo.parallel.visits import Visits
 from memo.system.axis import Axis, Hop
 
@@ -33,9 +33,24 @@ from memo.system.axis import Axis, Hop
 
 def unmet(q: torch.Tensor) -> Result:
     """Makes out and lse of queries that have met no key yet: what is merged into them replaces them."""
+    return torch.zeros_like(q, dtype=torch.float32), unmet_lse(q)
+
+
+def unmet_lse(q: torch.Tensor) -> torch.Tensor:
     B, T, H, _ = q.shape
     # e^lse is 0; with -inf the merge of two such rows would be nan
-    return torch.zeros_like(q, dtype=torch.float32), q.new_full((B, H, T), -1e30, dtype=torch.float32)
+    return q.new_full((B, H, T), -1e30, dtype=torch.float32)
+
+
+def marked(fence: Fence | None, varies: bool = True) -> Callable[[], object]:
+    """Marks where tiles begin -> what to call before each; or, unless they vary, where they end."""
+    return fence(varies) if fence else lambda: None
+
+
+def rows_of_lse(lse: torch.Tensor, of: slice, queries: slice, fence: Fence | None) -> torch.Tensor:
+    """Picks queries of the logsumexp, contiguous; with documents always new, so that it is planned."""
+    rows = lse[of, :, queries]
+    return rows.clone(memory_format=torch.contiguous_format) if fence else rows.contiguous()
 
 
 def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor],
@@ -60,21 +75,32 @@ def within(rows: slice, queries: slice) -> slice:
     return queries if rows == EVERYTHING else slice(queries.start - rows.start, queries.stop - rows.start)
 
 
+# With documents, `fence` of a Meeting, tiles differ from batch to batch. But requests for memory do not, but
+# for those of a tile: sums have all rows, and before each tile the arena goes back to what is planned for
+# one (fence). Of one piece a row is in one tile at most: of a document a rank has rows that are neighbours.
+
 def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Sequence[Tiles],
-                   **where: torch.Tensor) -> Result:
-    """Computes out and lse of rows_met(); out is fp32 where there are several tiles. `tiles`: by pieces;
-    `where`: out=, memory for the result, of a kernel that takes it."""
-    rows, total = rows_met(tiles), None
-    given = where if sum(map(len, tiles)) == 1 else {}
+                   fence: Fence | None, **where: torch.Tensor) -> Result:
+    """Computes out and lse of rows_met(), with documents of all; out is fp32 where there are several tiles.
+    `tiles`: by pieces; `where`: out=, memory for the result, of a kernel that takes it."""
+    rows, total = EVERYTHING if fence else rows_met(tiles), None
+    given = where if sum(map(len, tiles)) == 1 and not fence else {}
+    if fence:
+        total = unmet(q) if len(pieces) > 1 else (torch.zeros_like(q), unmet_lse(q))
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
+        begin = marked(fence)
         for queries, keys, causal, of in of_piece:
+            begin()
             part = kernel.forward(q[of, queries], k[of, keys], v[of, keys], causal, **given)
-            if total is None and (of, queries) == (EVERYTHING, rows):
+            if fence and total and len(pieces) == 1:
+                total[0][of, queries], total[1][of, :, queries] = part
+            elif total is None and (of, queries) == (EVERYTHING, rows):
                 total = part
             else:
                 total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
                 merge_rows(kernel, total, within(rows, queries), part, of)
             del part  # before the next tile's
+    marked(fence, varies=False)
     assert total is not None
     for out in where.values() if not given else ():
         out.copy_(total[0])
@@ -82,13 +108,25 @@ def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Seque
 
 
 def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
-                    out: torch.Tensor, lse: torch.Tensor, tiles: Sequence[Tiles]) -> Gradients:
-    """Adds to `sums` -> [dq] of rows_met(), fp32 of several tiles; of one piece without sums [dq, dk, dv]."""
-    rows, dq, totals = rows_met(tiles), None, sums
+                    out: torch.Tensor, lse: torch.Tensor, tiles: Sequence[Tiles],
+                    fence: Fence | None) -> Gradients:
+    """Adds to `sums` -> [dq] of rows_met(), with documents of all, fp32 of several tiles; of one piece
+    without sums [dq, dk, dv]."""
+    rows, dq, totals = EVERYTHING if fence else rows_met(tiles), None, sums
+    if fence:
+        dq = torch.zeros_like(q, dtype=torch.float32) if sums else torch.empty_like(q)
+        totals = totals or [tuple(torch.empty_like(t) for t in pieces[0])]
     for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
+        begin = marked(fence)
         for queries, keys, causal, of in of_piece:
+            begin()
             dq_, *dkv = kernel.backward(dout[of, queries], q[of, queries], k[of, keys], v[of, keys],
-                                        out[of, queries], lse[of, :, queries].contiguous(), causal)
+                                        out[of, queries], rows_of_lse(lse, of, queries, fence), causal)
+            if fence and not sums and dq is not None:
+                for g, part, at in zip((dq, *totals[0]), (dq_, *dkv), (queries, keys, keys), strict=True):
+                    g[of, at] = part
+                del dq_, dkv, part
+                continue
             if not sums and len(of_piece) == 1:
                 return [dq_, *dkv]
             totals = totals or [tuple(torch.zeros_like(t, dtype=torch.float32) for t in (k, v))]
@@ -101,6 +139,7 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
                 dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
                 dq[of, within(rows, queries)].add_(dq_)
             del dq_  # before the next tile's
+    marked(fence, varies=False)
     assert dq is not None
     return [dq] if sums else [dq, *totals[0]]
 
@@ -116,20 +155,24 @@ def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visi
 
 def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces: Pieces, met: Meeting,
                  coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Result:
-    [kv], total = [[t.contiguous() for t in pair] for pair in pieces], None
+    [kv], total = [[t.contiguous() for t in pair] for pair in pieces], unmet(q) if met.fence else None
     coming = coming or ring_start(axis, ahead, *kv)
     for step in range(axis.size):
         if step > 0:
             meanwhile(step, axis.size - step)
             kv = next(coming)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
+        begin = marked(met.fence)
         for queries, keys, causal, of in tiles:
+            begin()
             part = kernel.forward(q[of, queries], *(t[of, keys] for t in kv), causal)
             if total is None and (of, queries) == (EVERYTHING, EVERYTHING):
                 total = part[0].float(), part[1]
             else:
                 total = total or unmet(q)
                 merge_rows(kernel, total, queries, part, of)
+            del part  # before the next tile's
+        marked(met.fence, varies=False)
         del kv  # before the next hop, or the result, takes memory
     assert total is not None
     return total[0].to(q.dtype), total[1]
@@ -152,14 +195,17 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
             meanwhile(step - 1, axis.size - step + 1)
         kv = next(coming, own)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
-        dkv: Gradients = ()
+        dkv: Gradients = arrived(travelling, kv) if met.fence else ()
+        begin = marked(met.fence)
         for queries, keys, causal, of in tiles:
+            begin()
             new = kernel.backward(dout[of, queries], q[of, queries], *(t[of, keys] for t in kv),
-                                  out[of, queries], lse[of, :, queries].contiguous(), causal)
+                                  out[of, queries], rows_of_lse(lse, of, queries, met.fence), causal)
             dkv = dkv or arrived(travelling, kv)
             for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
                 g[of, rows] += g_
             del g_, new  # before the next tile's
+        marked(met.fence, varies=False)
         dkv = dkv or arrived(travelling, kv)
         del kv
         travelling = axis.shift(*dkv) if step < axis.size else None
@@ -175,16 +221,17 @@ def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.T
 
 
 def passing_forward(kernel: Kernel, axis: Axis, q: torch.Tensor, pieces: Pieces, met: Meeting) -> Result:
-    attend, tiles = partial(pieces_forward, kernel), met.tiles(axis.rank, axis.rank)
-    coming, rows = visitors(axis, q), rows_met(tiles[:-1])
-    before = attend(q, pieces[:-1], tiles[:-1]) if any(tiles[:-1]) else None
+    attend, tiles = partial(pieces_forward, kernel, fence=met.fence), met.tiles(axis.rank, axis.rank)
+    coming, rows = visitors(axis, q), EVERYTHING if met.fence else rows_met(tiles[:-1])
+    meets = any(tiles[:-1]) or (met.fence and len(tiles) > 1)
+    before = attend(q, pieces[:-1], tiles[:-1]) if meets else None
     home: Hop | None = None
     for rank, (q_,) in coming:
         theirs = met.tiles(rank, axis.rank)
-        result = attend(q_, pieces, theirs) if any(theirs) else None
+        result = attend(q_, pieces, theirs) if any(theirs) or met.fence else None
         out, lse = home.wait() if home else unmet(q_)
         if result:
-            merge_rows(kernel, (out, lse), rows_met(theirs), result)
+            merge_rows(kernel, (out, lse), EVERYTHING if met.fence else rows_met(theirs), result)
         del result  # before the next visitor's
         home = axis.shift(out, lse)
     del q_, out, lse
@@ -199,16 +246,17 @@ def passing_forward(kernel: Kernel, axis: Axis, q: torch.Tensor, pieces: Pieces,
 
 def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
                      sums: Pieces, out: torch.Tensor, lse: torch.Tensor, met: Meeting) -> Gradients:
-    attend, tiles = partial(pieces_backward, kernel), met.tiles(axis.rank, axis.rank)
-    coming, rows = visitors(axis, dout, q, out, lse), rows_met(tiles[:-1])
-    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, tiles[:-1]) if any(tiles[:-1]) else []
+    attend, tiles = partial(pieces_backward, kernel, fence=met.fence), met.tiles(axis.rank, axis.rank)
+    coming, rows = visitors(axis, dout, q, out, lse), EVERYTHING if met.fence else rows_met(tiles[:-1])
+    meets = any(tiles[:-1]) or (met.fence and len(tiles) > 1)
+    before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, tiles[:-1]) if meets else []
     home: Hop | None = None
     for rank, (dout_, q_, out_, lse_) in coming:
         theirs = met.tiles(rank, axis.rank)
-        parts = attend(dout_, q_, pieces, sums, out_, lse_, theirs) if any(theirs) else []
+        parts = attend(dout_, q_, pieces, sums, out_, lse_, theirs) if any(theirs) or met.fence else []
         [dq] = home.wait() if home else [torch.zeros_like(q_, dtype=torch.float32)]
         if parts:
-            dq[:, rows_met(theirs)].add_(*parts)
+            dq[:, EVERYTHING if met.fence else rows_met(theirs)].add_(*parts)
         del parts  # before the next visitor's
         home = axis.shift(dq)
     del dout_, q_, out_, lse_, dq
@@ -256,7 +304,7 @@ def ulysses_forward(kernel: Kernel, axis: Axis, whole: bool, q: torch.Tensor, pi
     """Computes out and lse. `whole`: `pieces` is one, of the rank's own tokens; else of to_pieces()."""
     (B, T, H, _), q_ = q.shape, to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
-    out, lse = pieces_forward(kernel, q_, pieces, met.tiles())
+    out, lse = pieces_forward(kernel, q_, pieces, met.tiles(), met.fence)
     del q_, pieces  # before the result takes memory
     return to_tokens(axis, out.to(q.dtype), H), lse.reshape(B, H, T)  # of the rank's heads: for the backward
 
@@ -269,7 +317,7 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
     dout_, q_ = to_heads(axis, dout), to_heads(axis, q)
     pieces = [pair_to_heads(axis, *pair) for pair in pieces] if whole else pieces
     gradients = pieces_backward(kernel, dout_, q_, pieces, sums, to_heads(axis, out),
-                                lse.view(B, H // axis.size, axis.size * T), met.tiles())
+                                lse.view(B, H // axis.size, axis.size * T), met.tiles(), met.fence)
     del dout_, q_, pieces  # before the results take memory
     return [to_tokens(axis, g.to(q.dtype), n) for g, n in zip(gradients, heads, strict=False)]
 
@@ -285,9 +333,10 @@ def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[
     if axis.size == 1:
         alone = Attention(
             kernel.name, kernel.label,
-            lambda q, pieces, met, **where: pieces_forward(kernel, q, pieces, met.tiles(), **where),
+            lambda q, pieces, met, **where: pieces_forward(
+                kernel, q, pieces, met.tiles(), met.fence, **where),
             lambda dout, q, pieces, sums, out, lse, met: pieces_backward(
-                kernel, dout, q, pieces, sums, out, lse, met.tiles()))
+                kernel, dout, q, pieces, sums, out, lse, met.tiles(), met.fence))
         return alone._replace(takes_out=kernel.takes_out), alone
     made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}")
     if kind == "ring":

@@ -20,6 +20,7 @@ from memo.config.layout import Layout, slice_lengths
 from memo.parallel.mesh import Mesh
 
 Range = tuple[int, int]  # first, end
+Fence = Callable[[bool], Callable[[], object]]
 Ranges = tuple[Range, ...]
 
 
@@ -65,6 +66,7 @@ class Meeting:
     queries: Sequence[Ranges]
     pieces: Sequence[Sequence[Ranges]]
     masks: Sequence[Mask] = (CAUSAL,)  # of each sequence of a batch; one: of all
+    fence: Fence | None = None  # with documents: NoArena.fence()
     known: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict, init=False)
 
     def tiles(self, rank: int = 0, source: int = 0) -> list[Tiles]:
@@ -221,7 +223,8 @@ class RowOrder:
         """Lists [(T_i,)] by subsequences: the tokens of the rows."""
         return self.deal(torch.arange)
 
-    def meetings(self, subsequence: int, first: int, end: int) -> list[Meeting]:
+    def meetings(self, subsequence: int, first: int, end: int,
+                 fence: Fence | None = None) -> list[Meeting]:
         """Says which tokens meet where a rank's tokens `first` to `end` of a subsequence are the queries, for
         each slice of these. The pieces are the subsequences before, what is before `first`, what is between
         it and the slice, and the slice itself. With Ulysses a rank has the tokens of all, for some heads."""
@@ -234,7 +237,7 @@ class RowOrder:
         before = [rows(i, 0, inf) for i in range(subsequence)] + [rows(subsequence, 0, first)] * (first > 0)
         ends = accumulate(n // self.size for n in self.slices[subsequence])
         return [Meeting(queries := rows(subsequence, a, b),
-                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.masks)
+                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.masks, fence)
                 for a, b in pairwise([first, *(n for n in ends if first < n < end), end])]
 
 

@@ -44,6 +44,7 @@ constexpr size_t kAllocateSlot = 2, kRawDeleterSlot = 4;
 // A segment may leave out some of its planned requests: a request is looked for among so many planned ones.
 // One that is not found there is a miss.
 constexpr size_t kWindow = 16;
+constexpr size_t kFence = 3;  // bytes: of no tensor's
 
 // torch's own functions, by device
 struct {
@@ -104,6 +105,7 @@ struct Current {  // the segment that the calling thread is in
   Segment* segment = nullptr;
   size_t next = 0;  // the first planned request that has not come yet
   bool recording = false;
+  bool varies = false;  // requests may be smaller than planned, and come again: see memo_fence()
 };
 thread_local Current current;
 
@@ -151,12 +153,13 @@ void release(void* begin) {
 }
 
 // The planned offset of the next request, of n bytes, in the current segment; -1 where torch shall serve the
-// request. A request is found by its size: the next planned one of n bytes. The caller locks the arena.
+// request. A request is found by its size: the next planned one of n bytes, or where they vary of at least n.
+// The caller locks the arena.
 int64_t planned_offset(Arena& arena, Segment& segment, size_t n) {
   const auto& plan = segment.plan;
   const size_t stop = std::min(plan.size(), current.next + kWindow);
   size_t k = current.next;
-  while (k < stop && plan[k].bytes != n) ++k;
+  while (k < stop && (current.varies ? plan[k].bytes < n : plan[k].bytes != n)) ++k;
   std::string why = "after all that was planned";
   if (current.next < plan.size()) why = "where " + std::to_string(plan[current.next].bytes) + " were planned";
   if (k < stop) {
@@ -296,6 +299,28 @@ void memo_end(int failed) {
     ended.segment->recorded = true;
   }
 }
+
+// Notes a place of the segment by a request of a size that no other has, or finds it in the plan. `varies`:
+// behind it come parts, each of which begins with memo_again() of what this returns. The plan knows the largest
+// part alone; up to the next fence a request may be smaller than planned.
+int64_t memo_fence(int varies) {
+  if (!current.segment) return 0;
+  const std::string fence = " " + std::to_string(kFence) + "\n";
+  std::lock_guard<std::mutex> lock(current.arena->mutex);
+  if (current.recording) {
+    const std::string id = std::to_string(current.arena->ids++);
+    current.arena->log += "malloc " + id + fence + "free " + id + fence;
+  } else {
+    const auto& plan = current.segment->plan;
+    const auto found = std::find_if(plan.begin() + current.next, plan.end(),
+                                    [](const Request& request) { return request.bytes == kFence; });
+    if (found != plan.end()) current.next = found - plan.begin() + 1;
+  }
+  current.varies = varies;
+  return current.next;
+}
+
+void memo_again(int64_t next) { current.next = next; }
 
 // The requests recorded since the last call, or with `misses` the first one of each segment that missed its
 // plan, as text, valid until the thread's next call.

@@ -51,7 +51,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name, result, arguments in (
             ("install", text, [number]), ("open", handle, [number, number]), ("close", None, [handle]),
             ("begin", number, [handle, text]), ("end", None, [number]), ("take", text, [handle, number]),
-            ("reserve", text, [handle, ctypes.c_int64]),
+            ("reserve", text, [handle, ctypes.c_int64]), ("fence", ctypes.c_int64, [number]),
+            ("again", None, [ctypes.c_int64]),
             ("plan", None, [handle, text, ctypes.c_int64, numbers, numbers]),
             ("stats", None, [handle, number, numbers])):
         function = getattr(lib, f"memo_{name}")
@@ -115,6 +116,11 @@ class NoArena:
 
     close = settle
 
+    def fence(self, varies: bool) -> Callable[[], object]:
+        """Marks a place in a segment. `varies`: work begins that is done for each of some parts -> what to
+        call before each: its requests may be no larger than those of the part that was rehearsed."""
+        return lambda: None
+
     def stats(self, reset_peak: bool = False) -> Stats:
         return Stats(0, 0, None, 0, 0)
 
@@ -156,6 +162,10 @@ class Arena:
             return result
         finally:
             self.lib.memo_end(failed)
+
+    def fence(self, varies: bool) -> Callable[[], object]:
+        """Marks a place, as NoArena.fence() says."""
+        return partial(self.lib.memo_again, self.lib.memo_fence(varies))
 
     def stats(self, reset_peak: bool = False) -> Stats:
         """Counts Stats since the start; peak_bytes, since a reset, of the arena, or of what is recorded."""

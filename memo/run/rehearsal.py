@@ -36,6 +36,9 @@ class Rehearsal(NoArena):
         self.first: dict[str, str] = {}
         self.order: dict[str, str] = {}  # {label: its first like}
 
+    def fence(self, varies: bool) -> Callable[[], object]:
+        return self.arena.fence(varies)
+
     def run(self, label: str, work: Callable, *args: object) -> Any:
         name, _, unit = label.rpartition(" ")
         layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
@@ -138,6 +141,9 @@ class FakeArena(TorchDispatchMode):
         self.requests, self.ids = requests, count(1)
         self.log: list[Entry] = []
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storages
+
+    def fence(self, varies: bool) -> Callable[[], object]:
+        return lambda: None  # documents are rehearsed, not traced
 
     def run(self, label: str, work: Callable[..., Result], *args: object) -> Result:
         self.log.append(("begin", label, 0))

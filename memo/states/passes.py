@@ -144,7 +144,7 @@ class Model(Parameters):
             order = replace(order, masks=[*map(documents, packed.starts)])
             self.positions = self.by_subsequence(packed.positions)
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
-        meetings = cache(order.meetings)
+        meetings = cache(partial(order.meetings, fence=packed and self.fence))
         # of `turn`, where other stages compute the other rows
         part_of = cache(lambda i, first, end: of_sequences(self.turn[i], B, first, end).flatten(0, 1))
         for unit, s in self.swap.units.items():
@@ -156,6 +156,10 @@ class Model(Parameters):
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
                 s.turn = part_of(i, first, end)
+
+    def fence(self, varies: bool) -> Callable[[], object]:
+        """Marks for the arena where attention calls its kernel for each document."""
+        return self.arena.fence(varies)
 
     def reserve_forward(self, B: int, T: int, n_layer: int | None = None,
                         streams: Streams | None = None, pin: bool = True) -> None:
