@@ -3,7 +3,6 @@
 import hashlib
 from dataclasses import replace
 
-import pytest
 import torch
 
 from memo.checkpoint import checkpoint
@@ -124,12 +123,6 @@ def make_small(m):
     m.setattr("memo.config.layer.GROUP_ELEMENTS", 1)
     m.setattr("memo.config.layer.METP_ELEMENTS", 1)
     m.setattr("memo.layer.metp.METP_ROWS", 256)
-
-
-def gradients_in_pieces(*args):
-    with pytest.MonkeyPatch.context() as m:
-        make_small(m)
-        return gradients(*args)
 
 
 def on_ranks(text, cfgs, *how, work=gradients):

@@ -1,13 +1,15 @@
-"""Silent errors that tests must find: each is put into a copy of memo's own code, and the tests that are to
-find it run there.
+"""Silent errors that memo.verify must find: each is put into a copy of memo's own code, and a run is verified
+there.
 
     python -m tests.mutations [NAME ...]
 
-Prints a table; exit code 1 if one is missed, does not apply, or takes too long, or if a test fails without
-any.
+Prints a table: what was found, by which check, in which words. Exit code 1 if one is missed, or found by a
+check that it is not the matter of, or does not apply, or takes too long. Those with a `report` have happened
+to others: the words that find it on the web.
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -20,23 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 300.0  # of the tests of one mutation
-PASSED, FAILED = 0, 1  # pytest's exit codes; others: it could not run
-MODEL, PARALLEL, LAUNCH = "tests/test_model.py", "tests/test_parallel.py", "tests/test_launch.py"
-GRADIENTS = f"{MODEL}::test_gradients_match_autograd"
-LAYOUT = f"{PARALLEL}::test_every_layout_gives_the_gradients_of_one_process"
+TIMEOUT_S = 600.0  # of one mutation
+RIGHT, WRONG = 0, 1  # exit codes
+MODEL = "--n_layer=4 --n_head=8 --n_embd=64 --block_size=8192 --vocab_size=50257"
+LLAMA = "--norm=rmsnorm --mlp=swiglu --n_kv_head=4 --tie_embeddings=False"
+GPT2 = "--position=learned --bias=True --gelu=tanh"
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A silent error: `old`, which stands once in `file`, becomes `new`; at least one of `tests`, pytest's
-    node ids, must fail then."""
+    """A silent error: `old`, which stands once in `file`, becomes `new`; where a run with `keys` is verified,
+    one of `checks` must be the first to say so."""
 
     name: str
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]
+    checks: str
+    keys: str = ""
+    report: str = ""
 
     def apply(self, tree: Path) -> None:
         """Put the error into a copy of the tree. Errors: ValueError: `old` does not stand there once."""
@@ -48,66 +52,158 @@ class Mutation:
 
 
 MUTATIONS = [
-    Mutation("ring-stale-keys", "memo/layer/cp.py",  # each hop attends to the rank's own keys again
-             "            kv = next(coming)\n",
-             "            next(coming)\n            kv = [*pieces[0]]\n",
-             ("tests/test_cp.py::test_attention_over_ranks_is_that_of_one_process[dtype0-1e-05-4-ring-2]",)),
-    Mutation("recompute-without-rotation", "model.py",
-             "            if rows[name] != NO_ROWS:\n",
-             "            if rows[name] == EVERY_ROW:\n",
-             (f"{MODEL}::test_recompute_gives_the_same_bits",)),
-    Mutation("clip-of-one-rank", "memo/states/optim.py",
-             "self.norm.copy_(world.sum(torch.cat(squares).sum()).sqrt())",
-             "self.norm.copy_(torch.cat(squares).sum().sqrt())",
-             (f"{LAYOUT}[rope-dp2-ring]",)),
-    Mutation("rolled-labels", "memo/data/batch.py",  # the last target of each window is its first token
-             "torch.stack((windows[:, :-1], windows[:, 1:]))",
-             "torch.stack((windows[:, :-1], windows[:, :-1].roll(-1, 1)))",
-             ("tests/test_data.py::test_batches_depend_on_seed_and_step_only",)),
-    Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
-             "loss += run.model.forward(*one, scale=part, learned=learned) * part",
-             "loss += run.model.forward(*one, scale=part * cfg.cp, learned=learned) * part",
-             (f"{LAUNCH}::test_a_run_in_any_layout_is_the_run_of_one_process[2-keys1-model1]",)),
-    Mutation("a-token-sees-the-next", "memo/kernels/attention.py",
-             "device=q.device).triu_(1)",
-             "device=q.device).triu_(2)",
-             ("tests/test_attention.py::test_backends_agree_with_the_mathematics",)),
-    Mutation("rotations-of-tp-rank-0", "model.py",
-             "mine = positions[tp.rank::tp.size] if cfg.metp else positions",
-             "mine = positions[::tp.size] if cfg.metp else positions",
-             (f"{LAYOUT}[rope-tp2-metp]",)),
-    Mutation("mean-of-a-chunk", "memo/layer/edges.py",
-             "return log_p.sum() / -N",
-             "return log_p.sum() / -len(log_p)",
-             (f"{MODEL}::test_gradients_over_several_head_chunks",)),
+    # --- the model ---
     Mutation("no-gradient-of-a-bias", "model.py",
-             "        bias_backward(dy, dw.proj_b)\n",
-             "",
-             (f"{GRADIENTS}[fp32-rope-True-1-64-cpu]",)),
+             "        bias_backward(dy, dw.proj_b)\n", "", "reference", GPT2),
+    Mutation("attention-sees-the-next", "memo/kernels/attention.py",
+             "device=q.device).triu_(1)", "device=q.device).triu_(2)", "reference", "--attention=math"),
     Mutation("shared-keys-sum-over-the-wrong-heads", "memo/kernels/attention.py",
              "(g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))",
-             "(g.unflatten(2, (-1, k.shape[2])).sum(2) for g in (dk, dv))",
-             ("tests/test_attention.py::test_backends_agree_with_the_mathematics",)),
+             "(g.unflatten(2, (-1, k.shape[2])).sum(2) for g in (dk, dv))", "reference",
+             f"{LLAMA} --attention=math"),
+    Mutation("scale-of-the-scores", "memo/kernels/attention.py",
+             "repeated(k, q).float()) * q.shape[-1]**-0.5", "repeated(k, q).float()) * q.shape[-2]**-0.5",
+             "reference", "--attention=math --n_kv_head=4 --n_head=16"),
+    Mutation("norm-without-its-mean-gradient", "memo/kernels/ops.py",
+             "dx = g.sub_(xhat.mul_(along)).mul_(r)", "dx = g.mul_(r)", "reference", LLAMA),
+    Mutation("heads-not-rotated-back", "memo/layer/attend.py",
+             "        self.rotate(dy, back=True)\n", "", "reference", f"{LLAMA} --qk_norm=True"),
+    Mutation("always-the-exact-gelu", "memo/layer/mlp.py",
+             'form = "tanh" if cfg.gelu == "tanh" else "none"', 'form = "none"', "reference", GPT2),
+    Mutation("yarn-without-its-factor", "memo/config/rope.py",
+             "return 0.1 * weight * math.log(scaling[\"factor\"]) + 1.0", "return 1.0", "reference",
+             f"{LLAMA} --rope_scaling={{\"rope_type\":\"yarn\",\"factor\":4.0,"
+             "\"original_max_position_embeddings\":4096}"),
+    Mutation("llama3-slows-the-fast", "memo/config/rope.py",
+             "(turns - low) / (high - low)", "(high - turns) / (high - low)", "reference",
+             f"{LLAMA} --rope_theta=500000 --rope_scaling={{\"rope_type\":\"llama3\",\"factor\":8.0,"
+             "\"low_freq_factor\":1.0,\"high_freq_factor\":4.0,\"original_max_position_embeddings\":8192}"),
     Mutation("padding-has-a-probability", "memo/layer/edges.py",
              "logits[:, padding:] = torch.finfo(logits.dtype).min",
-             "logits[:, padding:] = logits[:, padding:]",
-             (f"{GRADIENTS}[fp32-rope-False-1-64-cpu]",)),
+             "logits[:, padding:] = logits[:, padding:]", "reference"),
+    Mutation("mean-of-a-chunk", "memo/layer/edges.py",
+             "return log_p.sum() / -N", "return log_p.sum() / -len(log_p)", "reference"),
+    Mutation("tied-head-without-a-gradient", "memo/layer/edges.py",
+             "accumulate_product(self.head_matrix(dw), dlogits.t(), h.mul_(scale / N))",
+             "accumulate_product(self.head_matrix(dw), dlogits.t() * 0, h.mul_(scale / N))", "reference"),
+    Mutation("accumulation-is-a-sum", "train.py",
+             "else 1 / (micro_batches * cfg.cp)", "else 1 / cfg.cp", "reference",
+             "--gradient_accumulation_steps=2", "huggingface/transformers gradient accumulation loss fix"),
+    Mutation("weights-too-large-at-first", "model.py",
+             'std = {"normal": 0.02,', 'std = {"normal": 0.5,', "alive"),
+    # --- several ranks ---
+    Mutation("ring-stale-keys", "memo/layer/cp.py",  # each hop attends to the rank's own keys again
+             "            kv = next(coming)\n", "            next(coming)\n            kv = [*pieces[0]]\n",
+             "layout", "--cp=2 --subsequences=1", "ring attention backward stale key value buffer"),
+    Mutation("ring-gradients-stop-early", "memo/layer/cp.py",
+             "travelling = axis.shift(*dkv) if step < axis.size else None",
+             "travelling = axis.shift(*dkv) if step < axis.size - 1 else None", "layout",
+             "--cp=2 --subsequences=1"),
+    Mutation("merge-without-a-weight", "memo/kernels/ops.py",
+             "out.mul_(part).addcmul_(out_, part_)", "out.mul_(part).add_(out_ * part_.round())", "layout",
+             "--cp=2 --subsequences=1", "ring flash attention lse merge numerical error"),
+    Mutation("passing-queries-lose-a-sum", "memo/layer/cp.py",
+             "    [theirs_] = home.wait()\n    dq.add_(theirs_)\n", "    [theirs_] = home.wait()\n", "layout",
+             "--cp=2 --subsequences=3"),
+    Mutation("ulysses-gradient-of-one-of-several", "memo/layer/cp.py",
+             "x.unflatten(2, (H, -1)).sum(3, dtype=torch.float32).to(x.dtype)",
+             "x.unflatten(2, (H, -1)).select(3, 0)", "layout",
+             "--cp=4 --context_parallel=ulysses --n_kv_head=2 --subsequences=1"),
+    Mutation("key-gradients-of-a-step-before", "memo/states/passes.py",
+             "first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent",
+             "first = s.pieces and len(s.pieces) == 1 and not p.lent", "layout", "--subsequences=3"),
+    Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
+             "loss += run.model.forward(*one, scale=part, learned=learned) * part",
+             "loss += run.model.forward(*one, scale=part * cfg.cp, learned=learned) * part", "layout",
+             "--cp=2 --subsequences=1", "context parallel loss scaled by cp size Megatron-LM"),
+    Mutation("loss-shown-is-a-part", "train.py",
+             "    return mesh.mean_loss(loss)\n", "    return mesh.mean_loss(loss / cfg.cp)\n", "layout",
+             "--cp=2 --subsequences=1", "reported loss is half with context parallel"),
+    Mutation("clip-of-one-rank", "memo/states/optim.py",
+             "self.norm.copy_(world.sum(torch.cat(squares).sum()).sqrt())",
+             "self.norm.copy_(torch.cat(squares).sum().sqrt())", "layout", "--gpus=2 --subsequences=1",
+             "FSDP clip_grad_norm local norm"),
+    Mutation("norm-weights-not-summed-over-tp", "memo/states/optim.py",
+             "square = square_sum(tp.sum(g))", "square = square_sum(g)", "layout", "--tp=2 --subsequences=1",
+             "Megatron-LM sequence parallel layernorm gradients not all-reduced"),
+    Mutation("positions-of-tp-rank-0", "memo/layer/edges.py",
+             "in chunks(out, positions[tp.rank::tp.size]):", "in chunks(out, positions[::tp.size]):",
+             "layout", f"--tp=2 --subsequences=1 {GPT2}"),
+    Mutation("rotations-of-tp-rank-0", "model.py",
+             "mine = positions[tp.rank::tp.size] if cfg.metp else positions",
+             "mine = positions[::tp.size] if cfg.metp else positions", "layout",
+             "--tp=2 --tensor_parallel=metp --subsequences=1"),
+    Mutation("metp-gradients-do-not-come-home", "memo/layer/metp_block.py",
+             "torch._foreach_add_([*self.mlp_parts(dw).values()], mlp_home.wait())", "mlp_home.wait()",
+             "layout", "--tp=2 --tensor_parallel=metp --subsequences=1"),
+    Mutation("tied-stages-step-apart", "memo/states/optim.py",
+             "self.model.mesh.tied.sum(self.view(self.grads, 0, r))", "self.view(self.grads, 0, r)", "layout",
+             "--pp=2 --subsequences=4", "pipeline parallel tied embedding gradients not all-reduced"),
+    Mutation("softmax-of-own-columns", "memo/kernels/ops.py",
+             "p.mul_((lse - tp.gather(lse).logsumexp(0)).exp_()[:, None])", "p.mul_(1.0)", "layout",
+             "--tp=2 --subsequences=1"),
+    Mutation("sum-that-sums-nothing", "memo/system/axis.py",
+             "dist.all_reduce(borrowed(x), op, group=self.group)",
+             "dist.barrier(self.group)", "messages",
+             "--tp=2 --subsequences=1"),
+    Mutation("scales-of-another-ranks-rows", "memo/kernels/fp8.py",
+             "torch._scaled_mm(a[i], by.q.t(), scale[i][:, None].contiguous(), columns,",
+             "torch._scaled_mm(a[i], by.q.t(), scale[0][:, None].contiguous(), columns,", "layout",
+             "--tp=2 --matmul=fp8 --subsequences=1"),
+    # --- what is kept, copied, waited for ---
+    Mutation("recompute-without-rotation", "model.py",
+             "            if rows[name] != NO_ROWS:\n", "            if rows[name] == EVERY_ROW:\n", "modes"),
     Mutation("prefetch-writes-nothing", "memo/schedule/access.py",
-             "else Access(there, here)",
-             "else Access(there, [])",
-             ("tests/test_schedule.py::test_every_schedule_that_is_made_is_valid",)),
+             "else Access(there, here)", "else Access(there, [])", "modes", "",
+             "activation offload prefetch race wrong gradients"),
+    Mutation("writers-do-not-wait-for-readers", "memo/schedule/waits.py",
+             "earlier |= dict.fromkeys(self.readers[place].values(), place)", "earlier |= {}", "modes"),
+    Mutation("readers-do-not-wait-for-writers", "memo/schedule/waits.py",
+             "for place in reversed(access.reads):", "for place in access.reads[:0]:", "modes"),
+    Mutation("copies-read-nothing", "memo/schedule/access.py",
+             "touched = Access(here, there) if step.leaves", "touched = Access([], there) if step.leaves",
+             "modes", "", "CPU offload reload races its own offload"),
+    Mutation("one-row-too-few-comes-back", "memo/memory/placement.py",
+             "found[name] = slice(0, first) if first else slice(rows, n)",
+             "found[name] = slice(0, first) if first else slice(rows + 1, n)", "modes"),
+    # --- data ---
+    Mutation("rolled-labels", "memo/data/batch.py",  # the last target of each window is its first token
+             "torch.stack((windows[:, :-1], windows[:, 1:]))",
+             "torch.stack((windows[:, :-1], windows[:, :-1].roll(-1, 1)))", "data", "",
+             "context parallel labels shifted torch.roll chunk boundary"),
+    Mutation("data-from-the-start-after-resume", "train.py",
+             'batches = [batch(run, "train", it, i) for i in',
+             'batches = [batch(run, "train", it - run.first, i) for i in', "data", "",
+             "resume from checkpoint dataloader starts from the beginning"),
+    Mutation("ranks-read-other-sequences", "memo/data/batch.py",
+             "offsets = self.offsets(split, step, micro_step, B, S, seed)",
+             "offsets = self.offsets(split, step, micro_step, B, S, seed + (order.ranks[0] if order else 0))",
+             "data", "--cp=2 --subsequences=1", "tensor parallel ranks get different batches"),
+    # --- the optimizer ---
+    Mutation("norms-decay", "memo/states/optim.py",
+             "len(p.shape) > 1) for _, p in ps))", "len(p.shape) > 0) for _, p in ps))", "optimizer"),
+    Mutation("one-beta-twice", "memo/states/optim.py", "beta2=betas[1]", "beta2=betas[0]", "optimizer"),
+    Mutation("nothing-is-clipped", "memo/states/optim.py",
+             "((self.norm + 1e-6) / max_norm).clamp(min=1.0)",
+             "((self.norm + 1e-6) / max_norm).clamp(max=1.0)", "optimizer"),
+    Mutation("warmup-from-zero", "train.py",
+             "cfg.learning_rate * (it + 1) / cfg.warmup_iters", "cfg.learning_rate * it / cfg.warmup_iters",
+             "optimizer"),
+    Mutation("the-last-step-count", "memo/states/optim.py",
+             "self.steps += k - 1 == self.model.states.in_order[-1]", "self.steps += 1", "optimizer"),
+    # --- saved, exported ---
     Mutation("states-saved-as-another-ranks", "memo/states/optim.py",
              "first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]",
              "first = [n * (tp.size - 1 - tp.rank) if i == dim else 0 for i, n in enumerate(p.shape)]",
-             (f"{LAUNCH}::test_a_checkpoint_is_resumed_in_any_other_layout[tp2 cp2 sharded]",)),
-    Mutation("data-from-the-start-after-resume", "train.py",
-             'batches = [batch(run, "train", it, i) for i in',
-             'batches = [batch(run, "train", it - run.first, i) for i in',
-             ("tests/test_train.py::test_a_resumed_run_continues_bitwise[float32]",)),
-    Mutation("scales-of-another-ranks-rows", "memo/kernels/fp8.py",
-             "torch._scaled_mm(a[i], by.q.t(), scale[i][:, None].contiguous(), columns,",
-             "torch._scaled_mm(a[i], by.q.t(), scale[0][:, None].contiguous(), columns,",
-             ("tests/test_fp8.py::test_products_against_fp64",)),
+             "resume", "--tp=2 --subsequences=1"),
+    Mutation("moments-not-restored", "memo/states/optim.py",
+             "return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)",
+             "return dict(params=self.master, exp_avg=self.exp_avg_sq, exp_avg_sq=self.exp_avg_sq)",
+             "optimizer resume"),
+    Mutation("exported-pairs-not-turned", "memo/huggingface/weights.py",
+             "stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)",
+             "stored.unflatten(0, (-1, w.D // 2, 2))", "export", LLAMA,
+             "convert_llama_weights_to_hf permute rotary"),
 ]
 
 
@@ -122,14 +218,13 @@ def copy_tree(to: Path) -> None:
             shutil.copy(ROOT / name, to / name)
 
 
-def run_tests(tree: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run `tests` in a copy of the tree up to the first failure -> (pytest's exit code, None where they took
-    longer than `timeout_s`; what it printed)."""
+def verified(tree: Path, keys: str, timeout_s: float = TIMEOUT_S) -> tuple[int | None, str, str]:
+    """Verify a run with `keys` in a copy of the tree -> (exit code, None where it took longer than
+    `timeout_s`; the check that found it; its words)."""
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rf", "--tb=no", "-p", "no:cacheprovider", *tests]
-    with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(command, cwd=tree, env=env, stdout=out, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+    command = [sys.executable, "-m", "memo.verify", *MODEL.split(), *keys.split(), "--json"]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, cwd=tree, env=env, stdout=out, stderr=err, start_new_session=True)
         try:
             code: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -138,27 +233,31 @@ def run_tests(tree: Path, tests: Sequence[str], timeout_s: float) -> tuple[int |
             if process.poll() is None:  # with the ranks that it has started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        out.seek(0)
-        return code, out.read()
+        for file in (out, err):
+            file.seek(0)
+        said, told = out.read(), [line for line in err.read().splitlines() if line.startswith("error: ")]
+    if said:
+        first = json.loads(said)["checks"][0]
+        return code, first["check"], first["text"]
+    words = told[-1].removeprefix("error: ") if told else ""
+    return code, words.partition(":")[0].partition(",")[0], words
 
 
 def verdict(mutation: Mutation, timeout_s: float = TIMEOUT_S) -> tuple[str, str]:
-    """Run a mutation's tests in a copy that has it -> ("found", "missed" or "not run"; the test that has
-    found it, or why it was not run)."""
+    """Verify a run in a copy that has the mutation -> ("found", "misled", "missed" or "not run"; in which
+    words, or why it was not run)."""
     with tempfile.TemporaryDirectory(prefix="memo-mutation-") as folder:
         copy_tree(Path(folder))
         try:
             mutation.apply(Path(folder))
         except ValueError as e:
             return "not run", str(e)
-        code, said = run_tests(Path(folder), mutation.tests, timeout_s)
-    lines = [line for line in said.splitlines() if line] or [""]
-    failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in lines if line.startswith("FAILED ")]
-    if code == FAILED and failed:
-        return "found", failed[0]
-    if code == PASSED:
-        return "missed", " ".join(mutation.tests)
-    return "not run", f"no end within {timeout_s:g} s" if code is None else f"pytest: {lines[-1]:.200}"
+        code, check, words = verified(Path(folder), mutation.keys, timeout_s)
+    if code == WRONG:
+        return "found" if check in mutation.checks.split() else "misled", f"{check}: {words}"
+    if code == RIGHT:
+        return "missed", f"all is right with {mutation.keys}"
+    return "not run", f"no end within {timeout_s:g} s" if code is None else f"exit code {code}: {words}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,25 +266,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {m.name: m for m in MUTATIONS}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
-    names = parser.parse_args(argv).names or list(known)
-    if unknown := [name for name in names if name not in known]:
+    parser.add_argument("--out", help="a JSON file, to which verdicts are added")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in known]:
         parser.error(f"there is no mutation {unknown[0]}; there are {', '.join(known)}")
-    tests = list(dict.fromkeys(test for name in names for test in known[name].tests))
-    with tempfile.TemporaryDirectory(prefix="memo-mutation-") as folder:
-        copy_tree(Path(folder))
-        start = time.monotonic()
-        code, said = run_tests(Path(folder), tests, TIMEOUT_S * len(names))
-    if code != PASSED:
-        print(f"{said}\nwithout any mutation a test fails, or none ends: nothing is found by it")
-        return 1
-    print(f"without any: their tests pass, {time.monotonic() - start:.0f} s\n")
-    print(f"{'mutation':38} {'file':22} {'':8} {'s':>4}  by")
-    found = 0
+    found, names = 0, args.names or list(known)
     for name in names:
-        start = time.monotonic()
-        word, what = verdict(known[name])
+        start, mutation = time.monotonic(), known[name]
+        word, what = verdict(mutation)
         found += word == "found"
-        print(f"{name:38} {known[name].file:22} {word:8} {time.monotonic() - start:4.0f}  {what}", flush=True)
+        print(f"{name:38} {word:8} {time.monotonic() - start:4.0f} s  {what:.300}", flush=True)
+        if args.out:
+            path = Path(args.out)
+            stored = json.loads(path.read_text()) if path.exists() else {}
+            stored[name] = dict(file=mutation.file, keys=mutation.keys, verdict=word, words=what)
+            path.write_text(json.dumps(stored, indent=1) + "\n")
     print(f"\n{found} of {len(names)} found")
     return 0 if found == len(names) else 1
 

@@ -1,0 +1,221 @@
+"""How a run is made to show what it does: messages of known numbers, small pieces of rows, placements of
+activations, slow streams, the outputs of single tokens."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import memo.config.layer
+import memo.decide.where
+import memo.kernels.rows
+import memo.layer.metp
+import memo.memory.placement
+import memo.parallel.tp
+from memo.config.config import Config
+from memo.config.layer import Tensor, groups_of
+from memo.config.layout import Layout
+from memo.decide.where import Room, place_rows, problem_of, ways_of
+from memo.kernels.attention import resolve_attention
+from memo.memory.placement import Placement, rows
+from memo.planner.allocator import NoArena
+from memo.run.reserve import plan_memory
+from memo.schedule.execute import Work
+from memo.schedule.step import Step
+from memo.states.passes import Model
+from memo.system.axis import Axis
+from memo.verify.compare import relative
+
+SLOW_S = 0.03  # longer than a unit of a cut run computes
+
+
+def message_faults(host: Axis) -> list[str]:
+    """Sends known numbers by each kind of message -> what came otherwise, in words."""
+    n, me = host.size, host.rank
+    every = [torch.arange(6.0 * n).view(n, 6) + 100 * rank + 1 for rank in range(n)]
+    total, owner, own = torch.stack(every).sum(0), n - 1, every[me].clone
+    came = dict(
+        gather=(host.gather(own()), torch.stack(every)), sum=(host.sum(own()), total),
+        scatter_sum=(host.scatter_sum(own()), total[me]),
+        exchange=(host.exchange(own()), torch.stack([theirs[me] for theirs in every])),
+        shift=(host.shift(own()).wait()[0], every[me - 1]),
+        broadcast=(host.start_broadcast(own(), owner).wait(), every[owner]),
+        max=(torch.tensor(host.max(float(me), -float(me))), torch.tensor([n - 1.0, 0.0])))
+    reduced = host.start_reduce(own(), owner).wait()
+    came |= dict(reduce=(reduced, total)) if me == owner else {}
+    return [f"a message of kind {kind} brings other numbers than it must (rank {me})"
+            for kind, (got, want) in came.items() if not torch.equal(got, want)]
+
+
+def lower_thresholds(cfg: Config, split: int) -> None:
+    """Makes pieces of rows and groups of heads so small that a cut run has several, as long ones have."""
+    elements = cfg.batch_size * cfg.block_size * cfg.head_width * cfg.n_head // (cfg.tp * cfg.cp)
+    lowered = dict(CHUNK_ROWS=256, METP_ROWS=256, SPLIT_ROWS=split, GROUP_ELEMENTS=elements // 2,
+                   METP_ELEMENTS=elements // 4, pieces_at_once=lambda axis, device: 1 + (axis.size > 1))
+    for module in (memo.memory.placement, memo.decide.where, memo.kernels.rows, memo.config.layer,
+                   memo.layer.metp, memo.parallel.tp):
+        vars(module).update({name: value for name, value in lowered.items() if name in vars(module)})
+
+
+def uneven(p: Placement, tensors: dict[str, Tensor]) -> Placement:
+    """Has other rows of each group of tensors survive."""
+    split, kept = memo.config.layer.SPLIT_ROWS, dict(p.kept)
+    for j, names in enumerate(groups_of(tensors).values()):
+        part = (j % 3) / 3
+        n = tuple(rows(part, n, split) for n in p.cuts) if p.several else rows(
+            part, p.n_rows, max(1, min(split, p.n_rows // 16)))
+        kept |= dict.fromkeys(names, n)
+    return replace(p, kept=kept)
+
+
+def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str]]:
+    """Yields (mode, where it places activations, which streams are slow): keep first."""
+    alpha = 0.5 if cfg.alpha == "auto" else cfg.alpha
+
+    def placement(mode: str, alpha: float | str = "auto", **way: str) -> tuple[Placement, dict[str, Tensor]]:
+        asked = Layout.of(cfg, activation=mode, alpha=alpha, stage=cfg.stage, shares=cfg.shares)
+        problem = problem_of(asked, itemsize, None, Room(2**34, cpu=True), **way)
+        return place_rows(asked, problem)[0], problem.tensors
+    yield "keep", placement("keep")[0], ""
+    yield "recompute", placement("recompute")[0], ""
+    swapped, tensors = placement("swap")
+    yield "swap, slow copies", swapped, "copies"
+    if swapped.several:  # SPPO's: a part of what is swapped stays on the device
+        stays = {name: tuple(n // 2 for n in swapped.cuts) for name in tensors
+                 if name != "x" and not swapped.apart(name)}
+        yield "swap, half stays", replace(swapped, stays=stays), ""
+    ways, last = ([*ways_of(replace(cfg, activation="memo", stage=k))] for k in (cfg.stage, cfg.pp - 1))
+    p, tensors = placement("memo", alpha, **ways[0])
+    yield f"memo at alpha {alpha}", p, "plan"
+    yield f"memo at alpha {alpha}, slow copies", p, "copies"
+    yield f"memo at alpha {alpha}, slow compute", p, "compute"
+    yield "memo at an alpha for each tensor", uneven(p, tensors), ""
+    for i, told in enumerate(last[1:], 1):  # a stage without the head has fewer
+        words = ", ".join(f"{what} {how}" for what, how in told.items())
+        yield f"memo at alpha {alpha}, {words}", placement("memo", alpha, **ways[i % len(ways)])[0], ""
+
+
+@contextmanager
+def placed(model: Model, cfg: Layout, placement: Placement, how: str) -> Iterator[None]:
+    """Takes memory as a placement says; meanwhile `how` streams are slow, or there is a plan."""
+    model.arena.close()
+    model.arena = NoArena()
+    model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
+    if how == "plan":
+        plan_memory(cfg, model)
+    if how in ("copies", "compute"):
+        # a GPU's stream pauses by itself: the host has launched all of it before
+        pause = partial(torch.cuda._sleep, 2 * 10**7) if model.device.type == "cuda" else partial(
+            time.sleep, SLOW_S)
+        vars(model)["work_of"] = partial(slowed, model.work_of, how == "compute", pause)
+    yield
+    vars(model).pop("work_of", None)
+
+
+def slowed(work_of: Callable[..., Work], compute: bool, pause: Callable[[], object], step: Step,
+           **more: object) -> Work:
+    """Finds what a step does, behind a pause where it computes, or where it does not."""
+    label, call, *arguments = work_of(step, **more)
+    if step.stream == "replicas" or step.computes != compute:
+        return label, call, *arguments
+
+    def late(*arguments: object) -> object:
+        pause()
+        return call(*arguments)
+    return label, late, *arguments
+
+
+def modes(model: Model, cfg: Layout) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
+    """Yields (mode, steps to take, what sets it up)."""
+    for name, placement, how in placements(cfg, model.dtype.itemsize):
+        yield name, 1 + (name == "keep" or "slow" in name), placed(model, cfg, placement, how)
+
+
+def outputs(model: Model, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Lists by subsequences (position, sequence, last layer's output) of own rows of (B, T) tokens; nothing
+    of a stage that has no head."""
+    tp, B, found = model.mesh.weights, len(tokens), []
+    tokens = tokens.to(model.device).contiguous()
+    for i, x in model.hidden(tokens, lambda i, x: (i, x.clone().flatten(0, -2).cpu())):
+        at = model.positions[i].cpu()
+        of = torch.arange(len(at)) // (len(at) // B)
+        found.append((at[tp.rank::tp.size], of[tp.rank::tp.size], x))
+    return found
+
+
+def influence_faults(model: Model, own: torch.Tensor, cfg: Config, rank: int) -> list[str]:
+    """Changes single tokens of the first sequence -> outputs that change but must not, or do not but must, in
+    words. `own`: positions of the rank's tokens."""
+    S, g, faults = cfg.block_size, torch.Generator().manual_seed(cfg.seed), list[str]()
+    tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, S), generator=g)
+    before = outputs(model, tokens[:, own])
+    for place in [0, S // 2, S - 2, *torch.randint(1, S - 1, (2,), generator=g).tolist()]:
+        changed = tokens.clone()
+        changed[0, place] = (changed[0, place] + 1) % cfg.vocab_size
+        for (at, of, old), (_, _, new) in zip(before, outputs(model, changed[:, own]), strict=True):
+            moved, sees = (old != new).any(1), (of == 0) & (at >= place)
+            faults += [f"token {place} is changed, and the output at {at[row].item()} of sequence "
+                       f"{of[row].item()}, which {'sees' if sees[row] else 'must not see'} it, "
+                       f"{'changes' if moved[row] else 'does not'} (rank {rank})"
+                       for row in (moved != sees).nonzero().flatten()[:1].tolist()]
+    return faults
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                    causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes attention's (output (B, T, H, D), logsumexp (B, H, T)), all scores at once."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1) > 0, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Compares the run's attention kernel with fp64 at its own heads, odd lengths, and scores far below 0,
+    where a sum of exponentials would be 0 -> faults, in words."""
+    # roundings of q, k, v, probabilities and results in 8 bits, or 24
+    kernel, bound, faults = resolve_attention(cfg.attention, device, dtype, cfg.head_width), (
+        2e-2 if dtype == torch.bfloat16 else 1e-5), list[str]()
+    heads, g = max(1, cfg.n_head // cfg.kv_heads), torch.Generator().manual_seed(cfg.seed)
+    for queries, keys, causal, low in ((257, 257, True, 0), (129, 385, False, 0), (131, 131, True, 150)):
+        q, k, v, dout = (torch.randn(1, n, h, cfg.head_width, generator=g).to(device, dtype)
+                         for n, h in ((queries, 2 * heads), (keys, 2), (keys, 2), (queries, 2 * heads)))
+        if low:  # each product of a query and a key is -low * sqrt(D) or so
+            side = math.sqrt(low / math.sqrt(cfg.head_width))
+            q, k = q / 8 + side, k / 8 - side
+        leaves = q_, k_, v_ = [t.double().cpu().requires_grad_() for t in (q, k, v)]
+        want, lse = exact_attention(q_, k_, v_, causal)
+        want.backward(dout.double().cpu())
+        out, lse_ = kernel.forward(q, k, v, causal)
+        got = [out, lse_, *kernel.backward(dout, q, k, v, out, lse_, causal)]
+        for name, one, exact in zip(("output", "logsumexp", "dq", "dk", "dv"), got,
+                                    [want.detach(), lse.detach(), *(t.grad for t in leaves)], strict=True):
+            # of far scores all keys weigh the same: differences of gradients nearly cancel
+            error = relative(one.cpu(), exact) if not (low and name in ("dq", "dk")) else 0.0
+            # a score of -150 has an error of 1e-5 in fp32, and so has its exponential
+            if not (error <= max(bound, 1e-6 * low) and one.isfinite().all()):
+                faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys, logsumexp "
+                              f"near {lse.mean():.0f} is off by {error:.1e}, at most {bound:.0e}")
+    return faults
+
+
+def expected_bytes(cfg: Layout, micros: int, shared: int) -> dict[str, float]:
+    """Computes {axis: bytes that a rank sends in a step's passes} with activation=keep, where there is a
+    formula; e bytes an element. `shared`: elements that a rank owns of what all tp ranks hold."""
+    e, tp, cp, L = 4, cfg.tp, cfg.cp, len(cfg.layers)
+    rows = cfg.batch_size * cfg.block_size // cp
+    x, q = rows * cfg.n_embd * e, rows * cfg.n_head * cfg.head_width // tp * e
+    found = dict[str, float]()
+    if tp > 1 and not cfg.metp and cfg.pp == 1:
+        # 4 messages of x in a layer's forward, 6 in its backward, 4 at the edges; sums of softmax and norm
+        found["tp"] = (tp - 1) / tp * (micros * ((10 * L + 4) * x + 4 * rows * (tp + 2)) + 8 * shared)
+    if cp > 1 and cfg.context_parallel == "ring" and not cfg.metp and cfg.subsequences > 1 and not cfg.shares:
+        lse = rows * cfg.n_head // tp * 4
+        # queries leave, outputs come back; in the backward also their gradients
+        found["cp"] = micros * L * (cp - 1) * ((q + q + lse) + (3 * q + lse + q))
+    return found

@@ -1,0 +1,83 @@
+"""A run cut to a size at which a CPU verifies it in seconds, with its structure as it was."""
+
+from math import lcm, prod
+
+from memo.config.config import Config
+from memo.config.keys import Keys
+
+MOST_RANKS = 8
+MOST_TOKENS = 4096  # where units want more of them, rows are split more finely
+UNIT_ROWS, FINE_ROWS = 256, 32  # rows are swapped in multiples of UNIT_ROWS: see layer.SPLIT_ROWS
+LEAST_TOKENS = 1536  # more than the head takes at once
+# of one process: what is left of a config without them is the model
+PLAIN: Keys = dict(tp=1, cp=1, pp=1, msp=False, tensor_parallel="megatron", head_groups="auto",
+                   context_parallel="ring", subsequences=1, subsequence_cut="auto", unit_order="auto",
+                   states="device", optimizer_device="auto", activation="keep", alpha="auto")
+
+
+def cut_degrees(degrees: dict[str, int], most: int = MOST_RANKS) -> dict[str, int]:
+    """Lowers the largest degrees to divisors of theirs, above one, until at most so many ranks are left."""
+    cut = dict(degrees)
+    while prod(cut.values()) > most:
+        lower = {n: name for name, n in cut.items() if any(n % k == 0 for k in range(2, n))}
+        if not lower:
+            break
+        n = max(lower)
+        cut[lower[n]] = max(k for k in range(2, n) if n % k == 0)
+    return cut
+
+
+def cut_widths(cfg: Config, tp: int) -> Keys:
+    """Cuts heads, hidden size, MLP and vocabulary, in proportion; how many heads there are stays."""
+    H, D, C, fp8 = cfg.n_head, cfg.head_width, cfg.n_embd, cfg.matmul == "fp8"
+    multiple = 16 if fp8 else 2  # FP8 products take multiples of 16; rotary positions turn pairs
+    least = max(16 if fp8 else 4 if H > 16 and not cfg.rope_scaling else 8, 64 // H)
+    width = min(D, -(-least // multiple) * multiple) if D % 2 == 0 else D
+    hidden = H * width if not cfg.head_dim else max(16, round(C * width / D / 16) * 16)
+    columns = lcm(16, tp) * (tp if fp8 else 1)
+    inner = max(1, round(cfg.inner_width / C * hidden / columns)) * columns
+    padded = lcm(128, tp) * (2 if tp == 1 or 128 % tp == 0 else 1)
+    return dict(head_dim=width if cfg.head_dim else 0, n_embd=min(C, hidden) if not cfg.head_dim else hidden,
+                n_inner=inner, vocab_size=padded - 6 * (not cfg.vocab_size or cfg.vocab_size % 128 > 0))
+
+
+def cut_tokens(cfg: Config, keys: Keys) -> tuple[int, int]:
+    """Finds (block_size, the rows that units are swapped in multiples of): the shortest with which each unit
+    is swapped in part, and the head takes several chunks."""
+    ranks, N, B = keys["tp"] * keys["cp"], keys["subsequences"], keys["batch_size"]
+    N = 3 if N == "auto" else N
+    split = UNIT_ROWS
+    tokens = max(LEAST_TOKENS, 2 * split * N * ranks if N > 1 else split * ranks)
+    if tokens > MOST_TOKENS and N > 1:
+        split = FINE_ROWS
+        tokens = max(LEAST_TOKENS, 2 * split * N * ranks)
+    multiple = lcm(128, 16 * keys["cp"] * keys["tp"] * N)
+    wanted = -(-tokens // B // multiple) * multiple
+    return (wanted if wanted <= cfg.block_size else cfg.block_size), split
+
+
+def shrink(cfg: Config, world: int, full: bool = False) -> tuple[Keys, int, int, list[str]]:
+    """Cuts a run of `world` ranks -> (the keys of the one to verify, its ranks, the rows that units are
+    swapped in multiples of, what was cut, in words). `full`: widths stay."""
+    pp = 1 if cfg.pp == "auto" else cfg.pp
+    given = dict(tp=cfg.tp, cp=cfg.cp, pp=pp, dp=world // (cfg.tp * cfg.cp * pp))
+    degrees = cut_degrees(given)
+    dp, N = degrees["dp"], cfg.subsequences
+    keys: Keys = {name: degrees[name] for name in ("tp", "cp", "pp")}
+    if N != "auto":
+        keys["subsequences"] = min(N, max(3, degrees["pp"]) if cfg.msp else 3)
+    else:
+        keys["subsequences"] = max(3, degrees["pp"]) if cfg.msp else N
+    wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] in (1, "auto") else 3
+    keys |= dict(n_layer=min(cfg.n_layer, wanted), batch_size=min(cfg.batch_size, 2))
+    if cfg.gradient_accumulation_steps != "auto":
+        keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])
+    keys |= {} if full else cut_widths(cfg, degrees["tp"])
+    keys["block_size"], split = cut_tokens(cfg, keys)
+    before = {name: getattr(cfg, name) for name in keys} | dict(head_dim=cfg.head_width, dp=given["dp"],
+                                                                n_inner=cfg.inner_width)
+    after = keys | dict(head_dim=keys.get("head_dim") or keys.get("n_embd", cfg.n_embd) // cfg.n_head, dp=dp)
+    cut = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
+    if split != UNIT_ROWS:
+        cut.append(f"rows split by {split} in place of {UNIT_ROWS}: modes agree to 1e-6, not to the last bit")
+    return keys, prod(degrees.values()), split, cut
