@@ -135,7 +135,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, special: bool, most: int) -> l
     """Encodes a prompt, of more than `most` ids only the first ones, one too many."""
     if len(prompt) <= PIECE_CHARS:
         return encode_text(tokenizer, prompt, special)
-    pieces = (ids for ids, _ in encode([prompt], tokenizer, 0, special))  # a 0 ends the last one
+    pieces = (piece.ids for piece in encode([prompt], tokenizer, 0, special))  # a 0 ends the last one
     return list(islice(chain.from_iterable(pieces), most + 2))[:-1]
 
 

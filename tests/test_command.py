@@ -43,7 +43,8 @@ COMMANDS = [("memo.sample", "out", "--prompt=a"), ("memo.evaluate", "out"),
             ("memo.convert", "to-hf", "out", "hf"), ("memo.profiler", "--calibrate"), ("memo.doctor",),
             ("memo.run.trace_step", "--vocab_size=9"), ("memo.estimate",),
             ("memo.dsa", "a.csv", "-o", "b"), ("memo.planner", "a.log", "-o", "b"),
-            ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b")]
+            ("data/stdlib/prepare.py",), ("data/text/prepare.py", "--source=a", "--tokenizer=b"),
+            ("data/chat/prepare.py", "--source=a", "--tokenizer=b")]
 
 
 @pytest.mark.slow

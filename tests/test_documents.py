@@ -12,17 +12,12 @@ import torch
 from memo.config.layout import Layout
 from memo.data.batch import open_dataset
 from memo.data.packing import pack
-from memo.data.tokens import DTYPES, STARTS
 from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
 from memo.layer.tiles import row_order
 from memo.parallel.mesh import ALONE
-from memo.planner.allocator import Arena
-from memo.run import reserve
-from memo.system.files import fingerprint
-from memo.verify.reference import Reference
-from tests.helpers import CPU, mesh_of
-from tests.layouts import agree, assembled, build, layout_keys, on_ranks, views, whole
+from tests.layouts import agree, assembled, build, layout_keys, on_ranks
+from tests.packed import FAMILIES, KEYS, LENGTHS, MODES, of_documents, packed_gradients, write_folder
 
 # --- packing ---
 
@@ -74,19 +69,6 @@ def test_epochs_follow_each_other_without_a_gap():
 
 # --- the files ---
 
-def write_folder(folder, lengths, vocab_size=97):
-    """A dataset whose splits have documents of these lengths, of random tokens."""
-    folder.mkdir()
-    rng, counts, prints = np.random.default_rng(1), {}, {}
-    for split in STARTS:
-        rng.integers(vocab_size, size=sum(lengths)).astype(DTYPES["uint16"]).tofile(folder / f"{split}.bin")
-        (np.cumsum(lengths) - lengths).astype("<i8").tofile(folder / STARTS[split])
-        counts[split] = dict(tokens=sum(lengths), documents=len(lengths))
-        prints[split] = fingerprint(folder / f"{split}.bin", whole=True)
-    meta = dict(dtype="uint16", vocab_size=vocab_size, counts=counts, documents=STARTS, fingerprints=prints)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return folder
-
 
 @pytest.mark.parametrize("starts,said", [
     ([0, 5, 5, 9], "document 2 starts at token 5, starts must ascend"),
@@ -117,63 +99,6 @@ def test_a_folder_without_starts_and_one_without_targets_are_refused(tmp_path):
 
 # --- through every layout ---
 
-# of one token, short, as long as a sequence, longer: cut across every boundary of subsequences and ranks
-LENGTHS = [1, 300, 45, 128, 64, 1, 1, 200, 31, 77, 2, 19, 129, 50, 3, 17, 90, 24, 8, 1, 15]
-KEYS = dict(n_layer=3, n_head=4, n_embd=32, vocab_size=97, block_size=128, batch_size=2, documents=True,
-            gradient_accumulation_steps=2, subsequences=1)
-FAMILIES = dict(gpt=dict(bias=True, position="learned"), qwen=dict(
-    n_kv_head=2, norm="rmsnorm", mlp="swiglu", n_inner=64, qk_norm=True, tie_embeddings=False))
-
-
-def packed_step(model, optimizer, cfg, data, step=0):
-    """Loss of a step, as all ranks know it; gradients are reduced."""
-    mesh, loss = model.mesh, torch.zeros(())
-    learned = data.share(cfg, "train", step, cfg.micro_batches(mesh.dp.size)).learned
-    order = row_order(cfg, cfg.block_size, mesh)
-    micros = range(mesh.dp.rank, cfg.micro_batches(mesh.dp.size), mesh.dp.size)
-    for micro in micros:
-        batch = model.on_device(data.draw(cfg, "train", step, micro, mesh.dp.size, order))
-        loss += model.forward(*batch, scale=1.0, learned=learned)
-        model.backward(last=micro == micros[-1])
-    return mesh.mean_loss(loss)
-
-
-def packed_gradients(host, cfgs, folder):
-    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
-    mesh, made = mesh_of(host, cfgs[0]), []
-    for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
-        data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
-        model, optimizer = build(cfg, mesh)
-        arena = Arena(CPU, "greedy", guard=True)
-        arena.replay(reserve.requests_of_a_step(model, arena))
-        model.arena = arena
-        loss, norm = packed_step(model, optimizer, cfg, data), optimizer.clip(0.0)
-        shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
-        made.append((loss.item(), norm.item(), whole(optimizer, shard), arena.stats().misses))
-        model.close()
-    return made
-
-
-def of_documents(cfg, folder):
-    """(loss, norm, gradients) of a step's pieces, each alone in an fp64 model."""
-    data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
-    share, packing = data.share(cfg, "train", 0, 2), data.packings["train"]
-    model, optimizer = build(cfg, ALONE)
-    weights = ((name, w.double()) for name, w in views(model.layout, optimizer.master).items())
-    reference = Reference(cfg).load(weights)
-    total, tokens = 0.0, data.tokens["train"]
-    for k in packing.numbers(0, 4, cfg.seed):
-        for first, length, ends in packing.pieces(k):
-            ids = torch.from_numpy(tokens[first:first + length + 1].astype(np.int64))
-            x = reference.hidden(ids[None, :length])[0, :length - ends]
-            if len(x):
-                loss = reference.loss_sum(x, ids[1:len(x) + 1]) / share.learned
-                loss.backward()
-                total += loss.item()
-    model.close()
-    gradients = {name: g.float() for name, g in reference.gradients().items()}
-    return total, torch.stack([g.norm() for g in gradients.values()]).norm().item(), gradients
-
 
 @cache
 def expected(family, pack_as, folder):
@@ -185,7 +110,6 @@ def folder(tmp_path_factory):
     return str(write_folder(tmp_path_factory.mktemp("documents") / "d", LENGTHS))
 
 
-MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
 CUTS = [dict(), dict(subsequences=3, unit_order="layer"), dict(subsequences=8, unit_order="subsequence")]
 
 

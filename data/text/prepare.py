@@ -90,24 +90,24 @@ def read_argv(argv):
     return args
 
 
-def source_files(source, out_dir):
-    """The files of a file or folder, in order; says which of a folder are left out. What an earlier call
-    wrote to `out_dir` is no source. Errors: none that can be read."""
+def source_files(source, out_dir, kind=KIND, suffixes=SUFFIXES):
+    """The files of a file or folder, in order, of a `kind` with these suffixes; says which of a folder are
+    left out. What an earlier call wrote to `out_dir` is no source. Errors: none that can be read."""
     path = Path(source)
     if not (path.is_file() or path.is_dir()):
         raise ConfigError(f"source={source} is no regular file and no folder; give one")
     if path.is_file():
-        if not KIND.search(path.name):
-            raise ConfigError(f"source={source} must have one of the suffixes {SUFFIXES}, not "
+        if not kind.search(path.name):
+            raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not "
                               f"{path.suffix!r}; convert it")
         return [path]
     made = {(Path(out_dir) / name).resolve() for name in DATASET_FILES}
     found = sorted(p for p in path.rglob("*") if (p.is_symlink() or not p.is_dir())
                    and not any(part.startswith(NEW) for part in p.parts))  # of one that was killed
-    files = [p for p in found if p.is_file() and KIND.search(p.name) and p.resolve() not in made]
+    files = [p for p in found if p.is_file() and kind.search(p.name) and p.resolve() not in made]
     left_out = [str(p.relative_to(path)) for p in found if p not in set(files)]
     if not files:
-        raise ConfigError(f"source={source} must hold files of the suffixes {SUFFIXES}, it holds none; "
+        raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; "
                           "give another folder")
     if left_out:
         names = ", ".join(left_out[:NAMED]) + ", ..." * (len(left_out) > NAMED)
@@ -278,31 +278,43 @@ def open_source(args, out_dir):
     return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
 
 
-def given_tokenizer(given, end_token):
-    """(the tokenizer of a file or folder, or hf:<folder> of a model that memo has, what ends its documents,
-    that model's keys). Errors: ConfigError."""
+def given_tokenizer(given):
+    """(the tokenizer of a file or folder, or hf:<folder> of a model that memo has, where it is, that model's
+    keys). Errors: ConfigError."""
     folder = given.removeprefix("hf:")
     tokenizer, model = load_tokenizer(folder), model_keys(folder) if folder != given else {}
     if model:
         check_vocab_size(tokenizer, folder, model["vocab_size"])
-    return tokenizer, end_of_document(tokenizer, folder, end_token), model
+    return tokenizer, folder, model
 
 
-def main(argv):
-    args = read_argv(argv)
+def out_dir_of(args):
+    """Where to write: a dataset that is there already is only replaced if it was named."""
     out_dir = args.out_dir or DATA / Path(KIND.sub("", str(Path(args.source).resolve()))).name
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, "
                           "the same one to replace it")
+    return out_dir
+
+
+def say_next(args, out_dir, meta, model, *options):
+    """Prints the command that trains on a dataset, from the `model` whose tokenizer it has, if any."""
+    block_size = model.get("block_size", KEYS["block_size"].default)
+    options += (f"--init_from={args.tokenizer}",) if model else ()
+    print(f"train on it: {train_with(out_dir, meta, block_size, *options)}")
+
+
+def main(argv):
+    args = read_argv(argv)
+    out_dir = out_dir_of(args)
     tokenizer, end, model = None, ENDS[0], {}
     if not args.vocab_size:
-        tokenizer, end, model = given_tokenizer(args.tokenizer, args.end_token)
+        tokenizer, folder, model = given_tokenizer(args.tokenizer)
+        end = end_of_document(tokenizer, folder, args.end_token)
     documents, total_bytes = open_source(args, out_dir)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
     meta = write_dataset(out_dir, documents(), tokenizer, total_bytes, end, args.parse_special)
-    block_size = model.get("block_size", KEYS["block_size"].default)
-    options = [f"--init_from={args.tokenizer}"] if model else []
-    print(f"train on it: {train_with(out_dir, meta, block_size, *options)}")
+    say_next(args, out_dir, meta, model)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ documents the sequences of a Packing (memo/data/packing.py), in an order that de
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from memo.config.config import Config
 from memo.data.packing import Packing, Share, pack
 from memo.data.tokenizer import load_tokenizer
-from memo.data.tokens import DATA, DTYPES, STARTS
+from memo.data.tokens import DATA, DTYPES, STARTS, WEIGHTS
 from memo.errors import ConfigError, DataError, reason
 from memo.layer.tiles import UNLEARNED, Batch, Packed, RowOrder
 from memo.system.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
@@ -24,12 +25,12 @@ SPLITS = ("train", "val")
 
 class Data:
     """Holds an open dataset: `tokens` and `fingerprints` map train and val, as "train data", to theirs.
-    `packings`: of each split, with documents alone."""
+    `packings`: of each split, with documents alone; `weights` too, where not every token is learned."""
 
     def __init__(self, folder: Path, meta: dict, tokens: "dict[str, Ids]", fingerprints: dict,
-                 packings: dict[str, Packing]) -> None:
+                 packings: dict[str, Packing], weights: "dict[str, Ids]") -> None:
         self.folder, self.meta, self.tokens, self.fingerprints = folder, meta, tokens, fingerprints
-        self.packings = packings
+        self.packings, self.weights = packings, weights
         self.vocab_size = meta["vocab_size"]
 
     def offsets(self, split: str, step: int, micro_step: int, B: int, S: int, seed: int) -> list[int]:
@@ -87,12 +88,14 @@ class Data:
             for first, length, ends in pieces:
                 low, high = max(begin, at), min(end, at + length)
                 if low < high:
-                    where, to = slice(low - begin, high - begin), first + high - at
+                    where, start, to = slice(low - begin, high - begin), first + low - at, first + high - at
                     # the next token too: it is the last target, unless this one ends its document
-                    ids = self.tokens[split].checked(first + low - at, to + 1, self.vocab_size)
+                    ids = self.tokens[split].checked(start, to + 1, self.vocab_size)
                     rows[0, where], rows[2, where] = ids[:high - low], np.arange(low - at, high - at)
-                    learned = high - low - (ends and high == at + length)
-                    rows[1, where][:learned] = ids[1:learned + 1]
+                    targets = rows[1, where][:high - low - (ends and high == at + length)]
+                    targets[:] = ids[1:len(targets) + 1]
+                    if split in self.weights:  # of tokens as targets
+                        targets[self.weights[split][start + 1:start + 1 + len(targets)] == 0] = UNLEARNED
                 at += length
             if at < end:  # padding
                 rows[2, max(0, at - begin):] = np.arange(max(begin, at) - at, end - at)
@@ -108,6 +111,9 @@ class Data:
 def prepare_again(folder: Path) -> str:
     if folder == DATA / "stdlib":
         return "run python data/stdlib/prepare.py"
+    if (folder / WEIGHTS["train"]).exists():
+        return ("run python data/chat/prepare.py --source=<your conversations> --tokenizer=hf:<folder> "
+                f"--out_dir={folder}")
     return ("run python data/text/prepare.py --source=<your text> --tokenizer=<file or train:4096> "
             f"--out_dir={folder}")
 
@@ -134,6 +140,8 @@ def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:
         check(f"counts.{split}.tokens", tokens, type(tokens) is int and 0 <= tokens < 2**60, "a whole number")
     known = meta.setdefault("fingerprints", {})  # an older memo stored none
     check("fingerprints", known, isinstance(known, dict) and {*map(type, known.values())} <= {str}, "texts")
+    weights = meta.setdefault("weights", None)
+    check("weights", weights, weights in (None, WEIGHTS), f"{WEIGHTS}, or left out")
     tokenizer = meta.get("tokenizer", {})
     check("tokenizer", tokenizer, isinstance(tokenizer, dict), "an object")
     return meta
@@ -206,6 +214,26 @@ def read_starts(folder: Path, meta: dict, split: str) -> np.ndarray:
     return starts
 
 
+def learned_of(packing: Packing, weights: Ids) -> np.ndarray:
+    """Counts the learned targets of each piece; no more than a stretch of the weights is in memory. Errors:
+    ConfigError: a weight other than 0 and 1."""
+    first: np.ndarray = packing.first + 1  # of a piece's targets
+    edges = np.concatenate((first, first + packing.length - packing.ends))
+    order = np.argsort(edges)
+    points, below, total = edges[order], np.empty_like(edges), 0
+    for start in range(0, len(weights), STRETCH_BYTES):
+        part = weights[start:start + STRETCH_BYTES]
+        if part.max() > 1:
+            at = int((part > 1).argmax())
+            raise ConfigError(f"{weights.path}: weight {part[at]} of token {start + at} must be 0 or 1; "
+                              f"{prepare_again(weights.path.parent)}")
+        sums = np.cumsum(part, dtype=np.int64)
+        low, high = (int(np.searchsorted(points, at, "right")) for at in (start, start + len(part)))
+        below[order[low:high]] = total + sums[points[low:high] - start - 1]
+        total += int(sums[-1])
+    return below[len(first):] - below[:len(first)]
+
+
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False,
                  packs: str = "") -> Data:
     """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. `packs`: how documents
@@ -237,10 +265,15 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
         length = STRETCH_BYTES // dtype.itemsize
         for start in range(0, len(ids), length if whole else max(length, len(ids) // STRETCHES)):
             ids.checked(start, start + length, meta["vocab_size"])
-    packings = {}
+    packings, weights = {}, {}
     for split, ids in tokens.items() if packs else ():
-        packings[split] = pack(read_starts(folder, meta, split), len(ids), block_size, packs)
-        if not packings[split].shares[:, 1].any():
+        packing, why = pack(read_starts(folder, meta, split), len(ids), block_size, packs), "one token long"
+        if meta["weights"]:
+            weights[split] = Ids(folder / WEIGHTS[split], np.dtype("u1"), len(ids))
+            packing = replace(packing, learned=learned_of(packing, weights[split]))
+            why += " or without weights of 1"
+        if not packing.learned.any():
             raise ConfigError(f"{folder / split}.bin has no token that is learned: each of its documents is "
-                              f"one token long; {prepare_again(folder)}")
-    return Data(folder, meta, tokens, known, packings)
+                              f"{why}; {prepare_again(folder)}")
+        packings[split] = packing
+    return Data(folder, meta, tokens, known, packings, weights)

@@ -28,13 +28,14 @@ class Share(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Holds the sequences of S tokens of an epoch. Of piece i: its first token in the file, its length, and
-    whether it ends its document, so that nothing is learned behind its last token. Sequence k has pieces
-    bounds[k] to bounds[k + 1]."""
+    whether it ends its document, so that nothing is learned behind its last token, and how many of its tokens
+    are learned. Sequence k has pieces bounds[k] to bounds[k + 1]."""
 
     S: int
     first: np.ndarray
     length: np.ndarray
     ends: np.ndarray
+    learned: np.ndarray
     bounds: np.ndarray
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class Packing:
     @cached_property
     def shares(self) -> np.ndarray:
         """Counts (tokens, learned, squares) of each sequence: (sequences, 3)."""
-        of_pieces = np.stack((self.length, self.length - self.ends, self.length**2), 1)
+        of_pieces = np.stack((self.length, self.learned, self.length**2), 1)
         return np.add.reduceat(of_pieces, self.bounds[:-1], 0)
 
     def pieces(self, k: int) -> list[tuple[int, int, bool]]:
@@ -79,7 +80,8 @@ def pack(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
     else:
         first, stop, sequence = best_fit(starts, ends, S)
     bounds = np.asarray(np.searchsorted(sequence, np.arange(int(sequence[-1]) + 2)))
-    return Packing(S, first, stop - first, np.isin(stop, ends, assume_unique=True), bounds)
+    last = np.isin(stop, ends, assume_unique=True)
+    return Packing(S, first, stop - first, last, stop - first - last, bounds)
 
 
 def best_fit(starts: np.ndarray, ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

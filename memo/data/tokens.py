@@ -1,5 +1,6 @@
-"""From documents to a dataset folder: train.bin, val.bin (token ids only), tokenizer.json, and at last
-meta.json: a folder without one is no dataset. memo/data/batch.py reads that format."""
+"""From documents to a dataset folder: train.bin, val.bin (token ids only), where documents start, of
+conversations which tokens are learned, tokenizer.json, and at last meta.json: a folder without one is no
+dataset. memo/data/batch.py reads that format."""
 
 import hashlib
 import itertools
@@ -13,12 +14,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import NamedTuple
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 from memo.config.keys import check_value, option
@@ -38,7 +40,8 @@ VOCAB_SIZE: JsonObject = dict(least=257, most=2**20, why="the trainer takes memo
 # read ahead: bounds the memory (70 to 500 bytes a character while encoding), and is a step of the progress
 BATCH_CHARS = min(MOST_PIECE, 4 * PIECE_CHARS * (os.cpu_count() or 1))
 STARTS = {split: f"{split}.docs" for split in ("train", "val")}  # the first token of each document, int64
-DATASET_FILES = ("train.bin", "val.bin", *STARTS.values(), "tokenizer.json", "meta.json")
+WEIGHTS = {split: f"{split}.weights" for split in STARTS}  # a byte a token, 1 where it is learned as a target
+DATASET_FILES = ("train.bin", "val.bin", *STARTS.values(), *WEIGHTS.values(), "tokenizer.json", "meta.json")
 # where a document may be cut, the likeliest first; a space goes where the tokenizer puts one before each text
 CUTS = tuple(map(re.compile, (
     r"(?<=\w)(?= \w)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\s)", r"(?<=\S) (?=\S)",
@@ -46,6 +49,32 @@ CUTS = tuple(map(re.compile, (
 WINDOW = 256            # characters before and behind a cut that are looked at
 LONG_RUN = re.compile(r"\d{32}|\s{32}|(.)\1{31}", re.DOTALL)
 MayCut = Callable[[str, str, str], bool]
+
+
+class Conversation(NamedTuple):
+    """Holds a rendered conversation, a document, and which of its characters are learned: [start, end) each,
+    ascending."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Piece(NamedTuple):
+    """Holds a part of a document that is encoded at once; of a conversation also where it starts, and what is
+    learned of the whole."""
+
+    text: str
+    last: bool
+    start: int = 0
+    spans: list[tuple[int, int]] | None = None
+
+
+class Encoded(NamedTuple):
+    """Holds the tokens of a piece, whether they end their document, and in a conversation their weights."""
+
+    ids: list[int]
+    last: bool
+    weights: np.ndarray | None
 
 
 # --- a tokenizer of one's own ---
@@ -114,13 +143,19 @@ def document_pieces(document: str | Iterable[str], may_cut: MayCut,
         yield rest, True
 
 
-def batches(documents: Iterable, may_cut: MayCut) -> Iterator[list[tuple[str, bool]]]:
+def batches(documents: Iterable, may_cut: MayCut) -> Iterator[list[Piece]]:
     """Yields lists of pieces, about BATCH_CHARS long in all."""
-    batch, size = [], 0
+    batch: list[Piece] = []
+    size = 0
     for document in documents:
-        for piece in document_pieces(document, may_cut, PIECE_CHARS):
-            batch.append(piece)
-            size += len(piece[0])
+        text, spans = document if isinstance(document, Conversation) else (document, None)
+        start = 0
+        for piece, last in document_pieces(text, may_cut, PIECE_CHARS):
+            if spans is not None:  # a space in front may be left out
+                start += not text.startswith(piece, start)
+            batch.append(Piece(piece, last, start, spans))
+            start += len(piece)
+            size += len(piece)
             if size >= BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
@@ -134,9 +169,33 @@ def pretokens(tokenizer: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in cutter.pre_tokenize_str(text)] if cutter else [text]
 
 
+def encode_pieces(tokenizer: Tokenizer, pieces: list[Piece]) -> list[Encoding]:
+    """Encodes pieces; those of conversations with the places of the tokens' characters."""
+    texts = [piece.text for piece in pieces]
+    if all(piece.spans is None for piece in pieces):
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    template, tokenizer.post_processor = tokenizer.post_processor, None  # it may take spaces out
+    try:
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
+    finally:
+        tokenizer.post_processor = template
+
+
+def weights_of(encoding: Encoding, piece: Piece) -> np.ndarray | None:
+    """Weighs the tokens of a piece: 1 where one has a character of a learned span; as in `transformers`, of
+    several tokens of its last character the first alone."""
+    if piece.spans is None:
+        return None
+    starts, ends = np.array([*piece.spans, (2**62, 2**62)]).T
+    first, end = np.array(encoding.offsets).reshape(-1, 2).T + piece.start
+    span = np.searchsorted(ends, first, "right")  # the first one that is not over
+    begun = starts[span] < np.maximum(end, first + 1)
+    return (begun & (np.append(-1, end[:-1]) < ends[span])).astype(np.uint8)
+
+
 def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: bool = False,
-           total_bytes: int | None = None, met: Counter | None = None) -> Iterator[tuple[list[int], bool]]:
-    """Yields (ids, do they end their document, with the token `end`?), in order, encoded on all cores.
+           total_bytes: int | None = None, met: Counter | None = None) -> Iterator[Encoded]:
+    """Yields the tokens of documents in order, encoded on all cores, with the token `end` behind each text.
     `total_bytes`: for the bar. Counts in `met` the added tokens in the text: {are they special?: number}."""
     met = Counter() if met is None else met
     tokenizer.encode_special_tokens = not parse_special  # a document cannot forge the end of another
@@ -159,31 +218,36 @@ def encode(documents: Iterable, tokenizer: Tokenizer, end: int, parse_special: b
     with (tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokens", disable=None) as bar,
           progress(lambda: f"encoding: {done / 1e6:,.1f}{of} MB", speaks=not sys.stderr.isatty())):
         for batch in batches(documents, may_cut):
-            texts = [text for text, _ in batch]
             with refusing("the tokenizer cannot encode the source"):
-                encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-                added_ids = finder.encode_batch_fast(texts)
-            for (text, last), encoding, its in zip(batch, encodings, added_ids, strict=True):
-                yield (encoding.ids + [end] if last else encoding.ids), last
+                encodings = encode_pieces(tokenizer, batch)
+                added_ids = finder.encode_batch_fast([piece.text for piece in batch])
+            for piece, encoding, its in zip(batch, encodings, added_ids, strict=True):
+                ended = piece.last and piece.spans is None  # a conversation ends as its template says
+                yield Encoded(encoding.ids + [end] * ended, piece.last, weights_of(encoding, piece))
                 met.update(i in special for i in its.ids if i)
-                nbytes = len(text.encode())
+                nbytes = len(piece.text.encode())
                 done += nbytes
                 bar.update(nbytes)
 
 
 # --- the folder ---
 
-def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
-                 dtype: np.dtype) -> dict[str, dict[str, int]]:
+def write_splits(folder: Path, encoded: Iterable[Encoded], dtype: np.dtype,
+                 weighted: bool) -> dict[str, dict[str, int]]:
     """Writes documents, every 20th to val.bin, of fewer than 20 the last, of one its last 20th -> {split:
-    counts}, and the starts of both. Errors: ConfigError: too short."""
+    counts}, the starts of both, and with `weighted` the weights. Errors: ConfigError: too short."""
+    sizes = {"bin": dtype.itemsize} | ({"weights": 1} if weighted else {})
     counts = {split: dict(tokens=0, documents=0) for split in STARTS}
     starts = {split: array("q", [0]) for split in STARTS}  # of the next document too
     done = 0  # documents so far
-    with open(folder / "train.bin", "w+b") as train, open(folder / "val.bin", "wb") as val:
-        for ids, last in encoded:
+    with ExitStack() as stack:
+        files = {(split, kind): stack.enter_context(open(folder / f"{split}.{kind}", "w+b"))
+                 for split in STARTS for kind in sizes}
+        for ids, last, weights in encoded:
             split = "val" if done % VAL_EVERY == VAL_EVERY - 1 else "train"
-            (val if split == "val" else train).write(np.array(ids, dtype))
+            files[split, "bin"].write(np.array(ids, dtype))
+            if weights is not None:
+                files[split, "weights"].write(weights.tobytes())
             counts[split]["tokens"] += len(ids)
             if last:
                 done += 1
@@ -195,9 +259,10 @@ def write_splits(folder: Path, encoded: Iterable[tuple[list[int], bool]],
             if done == 1 and cut < 2:
                 raise ConfigError(f"the only document has {tokens} tokens, a dataset needs 4; give a longer "
                                   "one")
-            train.seek(cut * dtype.itemsize)
-            shutil.copyfileobj(train, val)
-            train.truncate(cut * dtype.itemsize)
+            for kind, size in sizes.items():
+                files["train", kind].seek(cut * size)
+                shutil.copyfileobj(files["train", kind], files["val", kind])
+                files["train", kind].truncate(cut * size)
             counts = dict(train=dict(tokens=cut, documents=max(1, done - 1)),
                           val=dict(tokens=tokens - cut, documents=1))
     for split, of in counts.items():
@@ -216,12 +281,27 @@ def check_own(out_dir: Path) -> None:
                               "choose another --out_dir, or remove it")
 
 
+def move_files(folder: Path, out_dir: Path) -> None:
+    """Puts a dataset's files into the place of those in `out_dir`, once they are on the disk."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    check_own(out_dir)
+    for name in DATASET_FILES:
+        if (folder / name).exists():
+            os.replace(folder / name, out_dir / name)
+        else:  # of what was there before
+            (out_dir / name).unlink(missing_ok=True)
+    sync_folder(out_dir)
+
+
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
-                  parse_special: bool = False) -> dict:
+                  parse_special: bool = False, weighted: bool = False) -> dict:
     """Writes the folder `out_dir` from non-empty documents as document_pieces() takes them -> its meta.
-    `end`: the token that ends each. Whatever stops it, `out_dir` holds the old dataset or none; after a kill
-    between two names files that open_dataset() refuses, and the next call replaces. Errors: ConfigError."""
+    `end`: the token that ends each. `weighted`: they are Conversations, and end as their template says.
+    Whatever stops it, `out_dir` holds the old dataset or none; after a kill between two names files that
+    open_dataset() refuses, and the next call replaces. Errors: ConfigError."""
     began = time.monotonic()
     out_dir = Path(out_dir)
     check_own(out_dir)
@@ -230,45 +310,45 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     end = end or end_of_document(tokenizer)
     end_id, met = tokenizer.get_vocab()[end], Counter[bool]()
-    print(f"each document ends with the token {end}, id {end_id}", flush=True)
+    if not weighted:
+        print(f"each document ends with the token {end}, id {end_id}", flush=True)
     partial.mkdir(parents=True)
     try:
         encoded = encode(documents, tokenizer, end_id, parse_special, total_bytes, met)
-        counts = write_splits(partial, encoded, DTYPES[dtype])
+        counts = write_splits(partial, encoded, DTYPES[dtype], weighted)
         if not counts["train"]["documents"]:
             raise ConfigError("the source holds no text; give one with at least one document that is not "
                               "empty")
         with progress(lambda: f"reading {out_dir} again"):
             fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
+            for split in counts if weighted else ():
+                counts[split]["learned"] = int(np.memmap(partial / WEIGHTS[split], np.uint8, "r").sum())
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
         meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, documents=STARTS,
                     fingerprints=fingerprints,
                     tokenizer=dict(file="tokenizer.json", sha256=sha256, end_of_document=end,
                                    parse_special=parse_special))
+        meta |= dict(weights=WEIGHTS) if weighted else {}
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        for name in DATASET_FILES:
-            with open(partial / name, "rb") as file:
-                os.fsync(file.fileno())
-        check_own(out_dir)
-        for name in DATASET_FILES:
-            os.replace(partial / name, out_dir / name)
-        sync_folder(out_dir)
+        move_files(partial, out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     read_as = "which they are" if parse_special else "read as ordinary text (--parse_special)"
     others = f"; {met[False]:,} other added tokens, which stay whole" if met[False] else ""
     print(f"special tokens met in the text: {met[True]:,}, {read_as}{others}")
     sizes = ", ".join(f"{split} {n['tokens']:,} tokens of {n['documents']:,} documents"
+                      + (f", {n['learned']:,} of them learned" if weighted else "")
                       for split, n in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
     return meta
 
 
 def train_with(out_dir: str | Path, meta: dict, block_size: int, *options: str) -> str:
-    """Says how to train on a dataset, with sequences of `block_size` tokens or as many as there are."""
+    """Says how to train on a dataset, with sequences of `block_size` tokens or as many as a window finds."""
     folder = Path(out_dir).resolve()
     options += (f"--dataset={folder.relative_to(DATA) if folder.is_relative_to(DATA) else out_dir}",)
-    if block_size >= (n := min(c["tokens"] for c in meta["counts"].values())):
+    n = min(c["tokens"] for c in meta["counts"].values())
+    if block_size >= n and "--documents=true" not in options:
         options += (f"--block_size={n - 1}",)
     return shlex.join([python(), "train.py", *options])

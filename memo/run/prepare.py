@@ -89,6 +89,9 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
                             cfg.check_data, cfg.pack if cfg.documents else "")
+    if data.meta["weights"] and not cfg.documents:
+        raise ConfigError(f"documents=false must be true for dataset={cfg.dataset}, whose weights say which "
+                          "tokens are learned; add --documents=true")
     cfg = replace(cfg, vocab_size=cfg.vocab_size or data.vocab_size)
     if cfg.vocab_size < data.vocab_size:
         raise ConfigError(f"vocab_size={cfg.vocab_size} must be >= {data.vocab_size}, the vocabulary of "

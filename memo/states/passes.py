@@ -195,7 +195,7 @@ class Model(Parameters):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
                 scale: float | None = None, learned: int = 0) -> torch.Tensor:
         """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss. With
-        documents, of a batch on_device(): the sum of those that have a target, over `learned`."""
+        documents, of a batch on_device(): the sum of those that have a target, over `learned`; 0 of none."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         if packed is not self.packed:
