@@ -30,8 +30,8 @@ def chat_templates_of(folder: Path) -> dict[str, str]:
     """Reads the chat templates of a model: {name: text}, mostly "default" alone. Errors: ConfigError."""
     said = said_in(folder, TOKENIZER_CONFIG).get("chat_template")
     named = said if isinstance(said, list) else [dict(name="default", template=said)]
-    found = {row["name"]: row["template"] for row in named if isinstance(row, dict) and "name" in row
-             and isinstance(row.get("template"), str)}
+    found = {row["name"]: row["template"] for row in named if isinstance(row, dict)
+             and isinstance(row.get("name"), str) and isinstance(row.get("template"), str)}
     for path in (folder / TEMPLATE, *folder.glob("additional_chat_templates/*.jinja")):
         if path.is_file():
             with reading(path, "mend or remove it"):
