@@ -110,8 +110,8 @@ def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
             found = list(tokens.encode([document, "", "b"], tokenizer, 9999, special, None, met))
             pieces += len(found) - 2
             want = [[*encode_text(tokenizer, d, special), 9999] for d in (document, "b")]
-            assert sum((ids for ids, _ in found), []) == sum(want, [])
-            assert [last for _, last in found] == [False] * (len(found) - 2) + [True, True]
+            assert sum((ids for ids, *_ in found), []) == sum(want, [])
+            assert [last for _, last, _ in found] == [False] * (len(found) - 2) + [True, True]
     assert pieces > 9 or kind == "whole unigram"
     assert met[True] and met[False]
 
