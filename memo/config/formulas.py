@@ -51,7 +51,9 @@ def mfu(cfg: Settings, tgs: float, peak_flops_per_s: float | None,
     default those of one document a sequence. Source: MEMO 5.1."""
     if peak_flops_per_s is None:
         return None
-    return tgs * (flops_a_token or flops_per_sample(cfg) / cfg.block_size) / peak_flops_per_s
+    if flops_a_token is None:
+        return tgs * flops_per_sample(cfg) / cfg.block_size / peak_flops_per_s
+    return tgs * flops_a_token / peak_flops_per_s
 
 
 def percent(fraction: float | None) -> str:
