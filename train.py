@@ -143,7 +143,6 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
 def train(run: Run, stop: command.StopSignal) -> None:
     """Takes all steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
-    offload_bytes = swap.host_bytes * run.model.micro_batches
     for it in range(run.first, cfg.max_iters):
         run.step = it
         last = it == cfg.max_iters - 1
@@ -178,9 +177,9 @@ def train(run: Run, stop: command.StopSignal) -> None:
         bubble_s = longest_s - every[:, -1].mean().item() if cfg.pp > 1 else None
         share = run.data.share(cfg, "train", it, cfg.micro_batches(mesh.dp.size))
         rate = tgs(share.tokens, mesh.host.size, step_s)
-        of_peak = mfu(cfg, rate, run.peak, model_flops(cfg, *share) / share.tokens)
-        stats = StepStats(it, loss, lr, grad_norm, step_s, share.tokens, rate, of_peak,
-                          alpha=run.decision.alpha, offload_bytes=offload_bytes, stall_s=stalled_s,
+        stats = StepStats(it, loss, lr, grad_norm, step_s, share.tokens, rate,
+                          mfu(cfg, rate, run.peak, model_flops(cfg, *share) / share.tokens),
+                          run.decision.alpha, swap.host_bytes * run.model.micro_batches, stalled_s,
                           bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss,

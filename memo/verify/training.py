@@ -1,4 +1,4 @@
-"""What three steps of training must read, give and leave: by numpy over train.bin, and AdamW in fp64."""
+"""Checks what three steps of training read, give and leave: by numpy over train.bin, and AdamW in fp64."""
 
 import importlib.util
 import math
