@@ -25,6 +25,8 @@ from tests.layouts import agree, assembled, layout_keys, on_ranks
 from tests.packed import FAMILIES, KEYS, LENGTHS, MODES, of_documents, packed_gradients, write_folder
 from tests.texts import TEXTS, script
 
+pytestmark = pytest.mark.slow  # templates run in processes of their own
+
 prepare = script("chat")
 TEMPLATES = {path.stem: path.read_text() for path in sorted((ROOT / "tests/chat_templates").glob("*.jinja"))}
 MARK = re.compile(r"\{%-? (end)?generation -?%\}")

@@ -113,9 +113,10 @@ def folder(tmp_path_factory):
 CUTS = [dict(), dict(subsequences=3, unit_order="layer"), dict(subsequences=8, unit_order="subsequence")]
 
 
-@pytest.mark.parametrize("pack_as", ["best_fit", "in_order"])
+@pytest.mark.parametrize("pack_as", ["best_fit", pytest.param("in_order", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cut", CUTS, ids=["N1", "N3", "N8"])
+@pytest.mark.parametrize("cut", [*CUTS[:2], pytest.param(CUTS[2], marks=pytest.mark.slow)],
+                         ids=["N1", "N3", "N8"])
 def test_a_packed_step_is_that_of_its_documents(folder, family, pack_as, cut):
     cfgs = [Layout(**KEYS | FAMILIES[family] | dict(pack=pack_as) | cut | mode) for mode in MODES]
     first, *others = packed_gradients(ALONE.host, cfgs, folder)
