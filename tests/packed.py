@@ -34,6 +34,7 @@ def write_folder(folder, lengths, vocab_size=97):
         (np.cumsum(lengths) - lengths).astype("<i8").tofile(folder / STARTS[split])
         counts[split] = dict(tokens=sum(lengths), documents=len(lengths))
         prints[split] = fingerprint(folder / f"{split}.bin", whole=True)
+        prints[STARTS[split]] = fingerprint(folder / STARTS[split], whole=True)
     meta = dict(dtype="uint16", vocab_size=vocab_size, counts=counts, documents=STARTS, fingerprints=prints)
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder

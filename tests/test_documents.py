@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from memo.config.layout import Layout
+from memo.data import packing
 from memo.data.batch import open_dataset
-from memo.data.packing import pack
+from memo.data.packing import best_fit, pack
 from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
 from memo.layer.tiles import row_order
@@ -38,8 +39,8 @@ def test_packing_is_best_fit_and_holds_every_token_once():
         S, lengths = int(rng.integers(1, 30)), rng.integers(1, 40, rng.integers(1, 60))
         starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
         for how in ("best_fit", "in_order"):
-            packing, seen = pack(starts, total, S, how), np.zeros(total, int)
-            every = [packing.pieces(k) for k in range(len(packing))]
+            packed, seen = pack(starts, total, S, how), np.zeros(total, int)
+            every = [packed.pieces(k) for k in range(len(packed))]
             for first, length, ends in (piece for pieces in every for piece in pieces):
                 seen[first:first + length] += 1
                 document = np.searchsorted(starts, first, "right") - 1
@@ -53,8 +54,45 @@ def test_packing_is_best_fit_and_holds_every_token_once():
             else:
                 pieces = [n for length in lengths for n in [S] * (length // S) + [length % S] if n]
                 assert sorted(S - n for n in used) == rooms_by_hand(pieces, S)
-            share = packing.share(0, len(packing), seed=5)
+            share = packed.share(0, len(packed), seed=5)
             assert share[:2] == (total, total - len(lengths))
+
+
+@pytest.mark.parametrize("harm", [None, b"", b"other"])
+def test_many_documents_are_packed_once(monkeypatch, tmp_path, harm):
+    """The packing is found again; one that was changed, or cannot be kept, is made again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(packing, "MANY", 10)
+    made, starts = [], np.arange(0, 400, 7)
+    monkeypatch.setattr(packing, "best_fit", lambda *args: made.append(args) or best_fit(*args))
+    first = packing.packed_once(starts, 401, 64, "best_fit")
+    [path] = (tmp_path / "memo").glob("packing-*")
+    if harm is not None:
+        path.write_bytes(harm)
+    again = packing.packed_once(starts, 401, 64, "best_fit")
+    assert len(made) == 1 + (harm is not None)
+    for name in ("S", "first", "length", "ends", "learned", "bounds"):
+        assert np.array_equal(getattr(first, name), getattr(again, name))
+    assert packing.packed_once(starts, 402, 64, "best_fit").length.sum() == 402
+    (tmp_path / "memo/packing.lock").unlink()
+    (tmp_path / "memo/packing.lock").mkdir()
+    assert packing.packed_once(starts, 401, 64, "best_fit").length.sum() == 401
+
+
+def test_other_starts_are_refused(tmp_path):
+    """A run goes on with the documents that it began with."""
+    folder = write_folder(tmp_path / "d", LENGTHS)
+    was = open_dataset(folder, 64, packs="best_fit").fingerprints
+    starts = np.fromfile(path := tmp_path / "d/train.docs", "<i8")
+    starts[2] += 1
+    starts.tofile(path)
+    with pytest.raises(ConfigError, match=r"train.docs is not what was prepared: its fingerprint is"):
+        open_dataset(folder, 64, packs="best_fit")
+    meta = json.loads((tmp_path / "d/meta.json").read_text())
+    meta["fingerprints"].pop("train.docs")  # an older memo stored none
+    (tmp_path / "d/meta.json").write_text(json.dumps(meta))
+    now = open_dataset(folder, 64, packs="best_fit").fingerprints
+    assert {name for name in now if now[name] != was[name]} == {"train documents"}
 
 
 def test_epochs_follow_each_other_without_a_gap():

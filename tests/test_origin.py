@@ -59,9 +59,10 @@ def test_a_fingerprint_is_of_all_bytes_and_its_first_half_soon_read(tmp_path, mo
 def test_ids_that_were_not_prepared_are_found_when_the_dataset_is_opened(prepared, monkeypatch):
     folder = prepared()
     meta = json.loads((folder / "meta.json").read_text())
-    assert meta["fingerprints"] == {s: fingerprint(folder / f"{s}.bin", True) for s in ("train", "val")}
-    assert open_dataset(str(folder), 8).fingerprints == {f"{s} data": f for s, f in
-                                                         meta["fingerprints"].items()}
+    expected = {s: fingerprint(folder / f"{s}.bin", True) for s in ("train", "val")}
+    starts = {f"{s}.docs": fingerprint(folder / f"{s}.docs", True) for s in expected}
+    assert meta["fingerprints"] == expected | starts
+    assert open_dataset(str(folder), 8).fingerprints == {f"{s} data": f for s, f in expected.items()}
     ids = np.fromfile(folder / "train.bin", np.uint16)
     ids[77] ^= 1
     ids.tofile(folder / "train.bin")
@@ -71,7 +72,7 @@ def test_ids_that_were_not_prepared_are_found_when_the_dataset_is_opened(prepare
     monkeypatch.setattr(files, "STRETCH_BYTES", 2)  # now this id is in none
     monkeypatch.setattr(files, "STRETCHES", 2)
     meta["fingerprints"] = {s: fingerprint(folder / f"{s}.bin", False) + f[16:]
-                            for s, f in meta["fingerprints"].items()}
+                            for s, f in expected.items()}
     (folder / "meta.json").write_text(json.dumps(meta))
     open_dataset(str(folder), 8)
     with pytest.raises(ConfigError, match=r"its fingerprint is [0-9a-f]{32}, meta\.json has '[0-9a-f]{32}'"):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from memo.config.config import Config
-from memo.data.packing import Packing, Share, pack
+from memo.data.packing import Packing, Share, packed_once
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DTYPES, STARTS, WEIGHTS
 from memo.errors import ConfigError, DataError, reason
@@ -214,6 +214,17 @@ def read_starts(folder: Path, meta: dict, split: str) -> np.ndarray:
     return starts
 
 
+def check_file(path: Path, meta: dict, name: str, whole: bool) -> str:
+    """Checks a file against its fingerprint, which meta.json calls `name` -> that, or where an older memo
+    stored none, what it is now. Errors: ConfigError."""
+    digest = fingerprint(path, whole)
+    stored: str = meta["fingerprints"].get(name, digest)
+    if stored[:len(digest)] != digest:
+        raise ConfigError(f"{path} is not what was prepared: its fingerprint is {digest}, meta.json "
+                          f"has {stored[:len(digest)]!r}; {prepare_again(path.parent)}")
+    return stored
+
+
 def learned_of(packing: Packing, weights: Ids) -> np.ndarray:
     """Counts the learned targets of each piece; no more than a stretch of the weights is in memory. Errors:
     ConfigError: a weight other than 0 and 1."""
@@ -257,19 +268,18 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
                           f"sha256; put that one there, or {prepare_again(folder)}")
     known: dict[str, str] = {}
     for split, ids in tokens.items():
-        digest = fingerprint(ids.path, whole)
-        stored = known[f"{split} data"] = meta["fingerprints"].get(split, digest)
-        if stored[:len(digest)] != digest:
-            raise ConfigError(f"{ids.path} is not what was prepared: its fingerprint is {digest}, meta.json "
-                              f"has {stored[:len(digest)]!r}; {prepare_again(folder)}")
+        known[f"{split} data"] = check_file(ids.path, meta, split, whole)
         length = STRETCH_BYTES // dtype.itemsize
         for start in range(0, len(ids), length if whole else max(length, len(ids) // STRETCHES)):
             ids.checked(start, start + length, meta["vocab_size"])
     packings, weights = {}, {}
     for split, ids in tokens.items() if packs else ():
-        packing, why = pack(read_starts(folder, meta, split), len(ids), block_size, packs), "one token long"
+        starts, why = read_starts(folder, meta, split), "one token long"
+        known[f"{split} documents"] = check_file(folder / STARTS[split], meta, STARTS[split], whole)
+        packing = packed_once(starts, len(ids), block_size, packs)
         if meta["weights"]:
             weights[split] = Ids(folder / WEIGHTS[split], np.dtype("u1"), len(ids))
+            known[f"{split} weights"] = check_file(weights[split].path, meta, WEIGHTS[split], whole)
             packing = replace(packing, learned=learned_of(packing, weights[split]))
             why += " or without weights of 1"
         if not packing.learned.any():

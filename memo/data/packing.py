@@ -8,12 +8,20 @@ token once. All follows from the documents' starts, S and the seed, in any layou
     positions  0 .. a | 0 ..   b | 0 c | 0 d| 0 ...
 """
 
+import fcntl
+import hashlib
 from bisect import bisect_left, insort
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from memo.system.files import cache_place, keep, kept, open_file
+
+MANY = 2**17  # documents; fewer are packed in a tenth of a second
 
 
 class Share(NamedTuple):
@@ -80,8 +88,34 @@ def pack(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
     else:
         first, stop, sequence = best_fit(starts, ends, S)
     bounds = np.asarray(np.searchsorted(sequence, np.arange(int(sequence[-1]) + 2)))
-    last = np.isin(stop, ends, assume_unique=True)
-    return Packing(S, first, stop - first, last, stop - first - last, bounds)
+    return packing_of(S, np.stack((first, stop - first, np.isin(stop, ends, assume_unique=True))), bounds)
+
+
+def packing_of(S: int, pieces: np.ndarray, bounds: np.ndarray) -> Packing:
+    first, length, ends = pieces
+    return Packing(S, first, length, ends.astype(bool), length - ends, bounds)
+
+
+def packed_once(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
+    """Packs as pack(); many documents once for all ranks and runs of this machine, which find the packing in
+    the cache. One rank makes it while the others wait; where nothing can be kept each makes its own."""
+    folder, _ = cache_place()
+    if folder is None or len(starts) < MANY:
+        return pack(starts, tokens, S, how)
+    made_from = f"{tokens} {S} {how} ".encode() + Path(__file__).read_bytes() + starts.tobytes()
+    path = folder / f"packing-{hashlib.sha256(made_from).hexdigest()[:16]}"
+    with ExitStack() as stack, suppress(OSError):  # a full disk, or one that knows no locks
+        fcntl.flock(stack.enter_context(open(folder / "packing.lock", "w")), fcntl.LOCK_EX)
+        with suppress(FileNotFoundError, ValueError), open(open_file(path), "rb") as file:
+            most_bytes = 8 * 4 * (len(starts) + tokens // S + 2)
+            stored = np.frombuffer(kept(file.fileno(), most_bytes), np.int64)  # whole, and as it was made
+            end = 1 + 3 * int(stored[0])
+            return packing_of(S, stored[1:end].reshape(3, -1), stored[end:])
+        packing = pack(starts, tokens, S, how)
+        columns = [len(packing.first)], packing.first, packing.length, packing.ends, packing.bounds
+        keep(np.concatenate(columns).astype(np.int64).tobytes(), path)
+        return packing
+    return pack(starts, tokens, S, how)
 
 
 def best_fit(starts: np.ndarray, ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -321,6 +321,8 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                               "empty")
         with progress(lambda: f"reading {out_dir} again"):
             fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
+            beside = [*STARTS.values(), *(WEIGHTS.values() if weighted else ())]
+            fingerprints |= {name: fingerprint(partial / name, whole=True) for name in beside}
             for split in counts if weighted else ():
                 counts[split]["learned"] = int(np.memmap(partial / WEIGHTS[split], np.uint8, "r").sum())
         tokenizer.save(str(partial / "tokenizer.json"))

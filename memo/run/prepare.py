@@ -110,9 +110,10 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
     if ckpt is not None or hf:
         check_same_tokenizer(data, hf or out, f"the weights of init_from={cfg.init_from}")
     was = ckpt.config.get("origin", {}) if ckpt else {}
-    if (other := differences(was, data.fingerprints).get("train data")) and not cfg.allow_other_data:
-        raise ConfigError(f"dataset={cfg.dataset}: fingerprint of {other} in the checkpoint; give the run "
-                          "its own data, or go on with these: --allow_other_data=true")
+    others = [text for name, text in differences(was, data.fingerprints).items() if name.startswith("train")]
+    if others and not cfg.allow_other_data:
+        raise ConfigError(f"dataset={cfg.dataset}: fingerprint of {others[0]} in the checkpoint; give the "
+                          "run its own data, or go on with these: --allow_other_data=true")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
     attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))

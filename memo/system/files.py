@@ -286,14 +286,14 @@ def keep(data: bytes, path: Path) -> None:
         file.write(data + digest_of(data))
 
 
-def kept(descriptor: int) -> bytes:
+def kept(descriptor: int, most_bytes: int = MOST_TEXT_CHARS) -> bytes:
     """Reads what keep() stored, from an open file, which stays open. Errors: OSError, ValueError."""
     with open(descriptor, "rb", closefd=False) as file:
         if not ours_alone(os.fstat(file.fileno())):
             raise ValueError("others can write it")
-        data = file.read(MOST_TEXT_CHARS + 1)
+        data = file.read(most_bytes + 1)
     content, digest = data[:-DIGEST], data[-DIGEST:]
-    if len(data) > MOST_TEXT_CHARS or digest != digest_of(content):
+    if len(data) > most_bytes or digest != digest_of(content):
         raise ValueError("it is not what was stored")
     return content
 
