@@ -132,7 +132,7 @@ def on_ranks(text, cfgs, *how, work=gradients):
     made = []
     for case in zip(*ranks, strict=True):
         assert len({r[:2] for r in case}) == 1
-        made.append((*case[0][:2], assembled([r[2] for r in case]), sum(r[3] for r in case)))
+        made.append((*case[0][:2], assembled([r[2] for r in case]), sum(r[3] for r in case), *case[0][4:]))
     return made
 
 

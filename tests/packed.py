@@ -54,7 +54,8 @@ def packed_step(model, optimizer, cfg, data, step=0):
 
 
 def packed_gradients(host, cfgs, folder):
-    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan)."""
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan, bytes that
+    the ranks of cp sent)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
         data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
@@ -62,9 +63,11 @@ def packed_gradients(host, cfgs, folder):
         arena = Arena(CPU, "greedy", guard=True)
         arena.replay(reserve.requests_of_a_step(model, arena))
         model.arena = arena
-        loss, norm = packed_step(model, optimizer, cfg, data), optimizer.clip(0.0)
+        mesh.take_sent_bytes()
+        loss = packed_step(model, optimizer, cfg, data)
+        sent, norm = mesh.take_sent_bytes().get("cp", 0), optimizer.clip(0.0)
         shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
-        made.append((loss.item(), norm.item(), whole(optimizer, shard), arena.stats().misses))
+        made.append((loss.item(), norm.item(), whole(optimizer, shard), arena.stats().misses, sent))
         model.close()
     return made
 

@@ -194,6 +194,38 @@ def test_every_layout_gives_the_gradients_of_the_documents(folder, text, kind, m
     assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("subsequences", [1, 2])
+@pytest.mark.parametrize("lengths", [[3, 1, 14, 9, 5] * 25, [16] * 40, [40, 8, 3, 90, 30] * 7])
+def test_no_hop_is_made_that_no_rank_needs(tmp_path, lengths, subsequences):
+    """Keys, or queries, go round 4 ranks as far as a document reaches: counted token by token."""
+    folder, S, cp = write_folder(tmp_path / "d", lengths), 128, 4
+    keys = KEYS | FAMILIES["qwen"] | dict(subsequences=subsequences, cp=cp)
+    cfg = Layout(**keys | dict(activation="keep"))
+    first, other = on_ranks("cp4", [cfg, Layout(**keys | dict(activation="recompute"))], folder,
+                            work=packed_gradients)
+    agree(first, of_documents(cfg, folder), (lengths, subsequences))
+    assert other[:2] == first[:2]
+    assert other[3] == first[3] == 0, "requests that missed the memory plan"
+    # the chunks of a subsequence are dealt in a zigzag
+    unit, chunk = S // subsequences, S // subsequences // (2 * cp)
+    owner = [(r if (r := t % unit // chunk) < cp else 2 * cp - 1 - r) for t in range(S)]
+    packing, hops = open_dataset(folder, S, packs=cfg.pack).packings["train"], 0
+    numbers = packing.numbers(0, 4, cfg.seed)
+    for pair in (numbers[:2], numbers[2:]):  # a batch goes round together
+        edges = [np.cumsum([0, *[n for _, n, _ in packing.pieces(k)]]) for k in pair]
+        document = [np.searchsorted(of, np.arange(S), "right") for of in edges]
+        for i in range(subsequences):
+            queries = range(i * unit, (i + 1) * unit)
+            hops += len({(owner[q] - owner[k]) % cp for d in document for q in queries for k in range(q)
+                         if d[q] == d[k]} - {0})
+    rows, q, kv = 2 * unit // cp, 4 * 8, 2 * 8  # of both sequences; elements of a row
+    elements = (q + q + 4) + (3 * q + 4 + q) if subsequences > 1 else 2 * kv + 2 * kv + 2 * kv
+    assert first[4] == hops * rows * 4 * elements * cfg.n_layer
+    assert hops <= 2 * subsequences * (cp - 1) - (max(lengths) <= 2 * chunk)
+
+
 # --- influence ---
 
 def rows_of_a_step(cfg, data, changed=None):

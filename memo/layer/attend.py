@@ -69,14 +69,15 @@ class Attention(NamedTuple):
     backward: Callable[..., Gradients]
     to_pieces: Callable[[torch.Tensor, torch.Tensor], Pair] = itself
     from_pieces: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Pair] = rounded
-    start: Callable[[torch.Tensor, torch.Tensor], Visits] | None = None
+    start: Callable[..., Visits] | None = None
     ranks: int = 1
     heads: int = 1
     takes_out: bool = False
 
     def among(self, met: Meeting) -> "Attention":
         """Fixes which tokens meet."""
-        return self._replace(forward=partial(self.forward, met=met), backward=partial(self.backward, met=met))
+        return self._replace(forward=partial(self.forward, met=met), backward=partial(self.backward, met=met),
+                             start=self.start and partial(self.start, met=met))
 
 
 # --- group by group of heads ---

@@ -26,7 +26,7 @@ from memo.kernels.attention import Gradients, Kernel, Result
 from memo.layer.activations import Pieces
 from memo.layer.attend import Attention, Meanwhile, Pair, nothing
 from memo.layer.tiles import EVERYTHING, Fence, Meeting, Tiles
-from memo.parallel.visits import Visits
+from memo.parallel.visits import Visits, jump
 from memo.system.axis import Axis, Hop
 
 # --- the pieces that lie on this rank ---
@@ -36,10 +36,12 @@ def unmet(q: torch.Tensor) -> Result:
     return torch.zeros_like(q, dtype=torch.float32), unmet_lse(q)
 
 
+UNMET = -1e30  # a logsumexp: e^that is 0; with -inf the merge of two such rows would be nan
+
+
 def unmet_lse(q: torch.Tensor) -> torch.Tensor:
     B, T, H, _ = q.shape
-    # e^lse is 0; with -inf the merge of two such rows would be nan
-    return q.new_full((B, H, T), -1e30, dtype=torch.float32)
+    return q.new_full((B, H, T), UNMET, dtype=torch.float32)
 
 
 def marked(fence: Fence | None, varies: bool = True) -> Callable[[], object]:
@@ -51,6 +53,13 @@ def rows_of_lse(lse: torch.Tensor, of: slice, queries: slice, fence: Fence | Non
     """Picks queries of the logsumexp, contiguous; with documents always new, so that it is planned."""
     rows = lse[of, :, queries]
     return rows.clone(memory_format=torch.contiguous_format) if fence else rows.contiguous()
+
+
+def rows_of_dout(dout: torch.Tensor, of: slice, queries: slice, fence: Fence | None) -> torch.Tensor:
+    """Picks queries of the output's gradient. The CPU's kernel copies what is not contiguous; with documents
+    that is done here for all, so that it is planned."""
+    rows = dout[of, queries]
+    return rows.clone(memory_format=torch.contiguous_format) if fence and dout.is_cpu else rows
 
 
 def merge_rows(kernel: Kernel, total: Result, rows: slice, part: Sequence[torch.Tensor],
@@ -120,8 +129,9 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
         begin = marked(fence)
         for queries, keys, causal, of in of_piece:
             begin()
-            dq_, *dkv = kernel.backward(dout[of, queries], q[of, queries], k[of, keys], v[of, keys],
-                                        out[of, queries], rows_of_lse(lse, of, queries, fence), causal)
+            dq_, *dkv = kernel.backward(
+                rows_of_dout(dout, of, queries, fence), q[of, queries], k[of, keys], v[of, keys],
+                out[of, queries], rows_of_lse(lse, of, queries, fence), causal)
             if fence and not sums and dq is not None:
                 for g, part, at in zip((dq, *totals[0]), (dq_, *dkv), (queries, keys, keys), strict=True):
                     g[of, at] = part
@@ -149,14 +159,14 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
 # `coming`: ring_start(k, v). meanwhile(blocks done, blocks left) is called before each block but the first:
 # what it sends hides behind those left, and gradients on their way behind what it computes.
 
-def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor) -> Visits:
-    return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead)
+def ring_start(axis: Axis, ahead: int, k: torch.Tensor, v: torch.Tensor, met: Meeting) -> Visits:
+    return Visits(axis, k.contiguous(), v.contiguous(), ahead=ahead, needed=met.distances)
 
 
 def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces: Pieces, met: Meeting,
                  coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Result:
     [kv], total = [[t.contiguous() for t in pair] for pair in pieces], unmet(q) if met.fence else None
-    coming = coming or ring_start(axis, ahead, *kv)
+    coming = coming or ring_start(axis, ahead, kv[0], kv[1], met)
     for step in range(axis.size):
         if step > 0:
             meanwhile(step, axis.size - step)
@@ -178,9 +188,13 @@ def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces
     return total[0].to(q.dtype), total[1]
 
 
-def arrived(travelling: Hop | None, kv: Sequence[torch.Tensor]) -> Gradients:
-    """Finds dk and dv of the block `kv` that is here now: the sums of the ranks at which it was."""
-    return travelling.wait() if travelling else [torch.zeros_like(t, dtype=torch.float32) for t in kv]
+def arrived(travelling: Hop | None, made: bool, like: Sequence[torch.Tensor]) -> Gradients:
+    """Finds the sums, fp32, of what the ranks add to that a block shaped `like` this came by. `made`: one of
+    them has added something; they are 0 before."""
+    if travelling is None:
+        return [torch.zeros_like(t, dtype=torch.float32) for t in like]
+    sums = travelling.wait()
+    return sums if made else [t.zero_() for t in sums]
 
 
 def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
@@ -188,85 +202,104 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
                   coming: Visits | None = None, meanwhile: Meanwhile = nothing) -> Gradients:
     # one rank ahead, so that a rank's own block is the last: what the others add to dk and dv is home by then
     [own] = pieces
-    coming = coming or ring_start(axis, ahead, *own)
+    coming = coming or ring_start(axis, ahead, *own, met)
     dq, travelling = torch.zeros_like(q, dtype=torch.float32), None
+    stops = [*met.distances, axis.size]  # of dk and dv, which come home at last
     for step in range(1, axis.size + 1):
         if step > 1:
             meanwhile(step - 1, axis.size - step + 1)
         kv = next(coming, own)
-        [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
-        dkv: Gradients = arrived(travelling, kv) if met.fence else ()
+        [tiles], made = met.tiles(axis.rank, (axis.rank - step) % axis.size), stops[0] < step
+        dkv: Gradients = arrived(travelling, made, kv) if met.fence else ()
         begin = marked(met.fence)
         for queries, keys, causal, of in tiles:
             begin()
-            new = kernel.backward(dout[of, queries], q[of, queries], *(t[of, keys] for t in kv),
-                                  out[of, queries], rows_of_lse(lse, of, queries, met.fence), causal)
-            dkv = dkv or arrived(travelling, kv)
+            new = kernel.backward(
+                rows_of_dout(dout, of, queries, met.fence), q[of, queries], *(t[of, keys] for t in kv),
+                out[of, queries], rows_of_lse(lse, of, queries, met.fence), causal)
+            dkv = dkv or arrived(travelling, made, kv)
             for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
                 g[of, rows] += g_
-            del g_, new  # before the next tile's
+            del g, g_, new  # before the next tile's
         marked(met.fence, varies=False)
-        dkv = dkv or arrived(travelling, kv)
+        dkv = dkv or arrived(travelling, made, kv)
         del kv
-        travelling = axis.shift(*dkv) if step < axis.size else None
+        travelling = axis.shift(*dkv, by=jump(stops, step + 1)) if step < axis.size else None
     return [g.to(q.dtype) for g in (dq, *dkv)]
 
 
 # --- ring: queries of one subsequence of several pass, keys and values stay ---
 
-def visitors(axis: Axis, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Iterates over (rank, what it gave as `own`) of the other ranks; `own` leaves at once."""
-    visits = Visits(axis, *(t.contiguous() for t in own))
-    return (((axis.rank - step) % axis.size, tensors) for step, tensors in enumerate(visits, 1))
+def visitors(axis: Axis, met: Meeting, *own: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Iterates over (distance, what the rank so far before gave as `own`); `own` leaves at once."""
+    return enumerate(Visits(axis, *(t.contiguous() for t in own), needed=met.distances), 1)
+
+
+def merge_met(kernel: Kernel, fence: Fence | None, total: Result, rows: slice, part: Result,
+              meets: bool) -> None:
+    """Merges the result of some rows, if they meet any key; what is planned is the same where they do not."""
+    begin = marked(fence)
+    if meets:
+        begin()
+        merge_rows(kernel, total, rows, part)
+    marked(fence, varies=False)
+
+
+def met_before(home: Hop | None, q: torch.Tensor, made: bool) -> Result:
+    """Finds out and lse of visiting queries: of the ranks that they came by. `made`: see arrived()."""
+    if home is None:
+        return unmet(q)
+    out, lse = home.wait()
+    return (out, lse) if made else (out.zero_(), lse.fill_(UNMET))
 
 
 def passing_forward(kernel: Kernel, axis: Axis, q: torch.Tensor, pieces: Pieces, met: Meeting) -> Result:
     attend, tiles = partial(pieces_forward, kernel, fence=met.fence), met.tiles(axis.rank, axis.rank)
-    coming, rows = visitors(axis, q), EVERYTHING if met.fence else rows_met(tiles[:-1])
+    coming, rows = visitors(axis, met, q), EVERYTHING if met.fence else rows_met(tiles[:-1])
     meets = any(tiles[:-1]) or (met.fence and len(tiles) > 1)
     before = attend(q, pieces[:-1], tiles[:-1]) if meets else None
     home: Hop | None = None
-    for rank, (q_,) in coming:
-        theirs = met.tiles(rank, axis.rank)
+    stops = [*met.distances, axis.size]  # of the sums, which come home at last
+    for step, (q_,) in coming:
+        theirs = met.tiles((axis.rank - step) % axis.size, axis.rank)
         result = attend(q_, pieces, theirs) if any(theirs) or met.fence else None
-        out, lse = home.wait() if home else unmet(q_)
+        out, lse = met_before(home, q_, stops[0] < step)
         if result:
-            merge_rows(kernel, (out, lse), EVERYTHING if met.fence else rows_met(theirs), result)
+            rows_ = EVERYTHING if met.fence else rows_met(theirs)
+            merge_met(kernel, met.fence, (out, lse), rows_, result, any(theirs))
         del result  # before the next visitor's
-        home = axis.shift(out, lse)
+        home = axis.shift(out, lse, by=jump(stops, step + 1))
     del q_, out, lse
     out, lse = attend(q, pieces[-1:], tiles[-1:])
     out = out.float()
     if before:
-        merge_rows(kernel, (out, lse), rows, before)
-    assert home is not None  # there are other ranks
-    merge_rows(kernel, (out, lse), EVERYTHING, home.wait())
+        merge_met(kernel, met.fence, (out, lse), rows, before, any(tiles[:-1]))
+    merge_met(kernel, met.fence, (out, lse), EVERYTHING, met_before(home, q, len(stops) > 1), len(stops) > 1)
     return out, lse
 
 
 def passing_backward(kernel: Kernel, axis: Axis, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces,
                      sums: Pieces, out: torch.Tensor, lse: torch.Tensor, met: Meeting) -> Gradients:
     attend, tiles = partial(pieces_backward, kernel, fence=met.fence), met.tiles(axis.rank, axis.rank)
-    coming, rows = visitors(axis, dout, q, out, lse), EVERYTHING if met.fence else rows_met(tiles[:-1])
+    coming, rows = visitors(axis, met, dout, q, out, lse), EVERYTHING if met.fence else rows_met(tiles[:-1])
     meets = any(tiles[:-1]) or (met.fence and len(tiles) > 1)
     before = attend(dout, q, pieces[:-1], sums[:-1], out, lse, tiles[:-1]) if meets else []
     home: Hop | None = None
-    for rank, (dout_, q_, out_, lse_) in coming:
-        theirs = met.tiles(rank, axis.rank)
+    stops = [*met.distances, axis.size]
+    for step, (dout_, q_, out_, lse_) in coming:
+        theirs = met.tiles((axis.rank - step) % axis.size, axis.rank)
         parts = attend(dout_, q_, pieces, sums, out_, lse_, theirs) if any(theirs) or met.fence else []
-        [dq] = home.wait() if home else [torch.zeros_like(q_, dtype=torch.float32)]
-        if parts:
+        [dq] = arrived(home, stops[0] < step, [q_])
+        if parts and any(theirs):
             dq[:, EVERYTHING if met.fence else rows_met(theirs)].add_(*parts)
         del parts  # before the next visitor's
-        home = axis.shift(dq)
+        home = axis.shift(dq, by=jump(stops, step + 1))
     del dout_, q_, out_, lse_, dq
     [dq] = attend(dout, q, pieces[-1:], sums[-1:], out, lse, tiles[-1:])
     dq = dq.float()
     if before:
         dq[:, rows].add_(*before)
-    assert home is not None
-    [theirs_] = home.wait()
-    dq.add_(theirs_)
+    dq.add_(*arrived(home, len(stops) > 1, [q]))
     return [dq]
 
 

@@ -10,6 +10,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import NamedTuple
@@ -44,6 +45,11 @@ class Mask(NamedTuple):
 
     borders: tuple[int, ...] = ()
     sees: Callable[[int, int], bool] = operator.ge
+
+    def meets(self, queries: Range, keys: Range) -> bool:
+        """Says whether any of the queries sees any of the keys; neither range is within the other."""
+        first, last = queries[0], keys[1] - 1
+        return last < first and self.sees(bisect_right(self.borders, first), bisect_right(self.borders, last))
 
 
 CAUSAL = Mask()
@@ -86,6 +92,14 @@ class Meeting:
             found += [tile._replace(of=slice(first, end)) for tile in tiles_of(queries, keys, mask)]
             first = end
         return tuple(found)
+
+    @cached_property
+    def distances(self) -> list[int]:
+        """Lists, ascending, how many ranks lie between some queries and keys of another rank's that meet."""
+        ranks = range(len(self.queries))
+        return [d for d in ranks[1:] if any(
+            mask.meets(q, k) for mask in {*self.masks} for rank in ranks for piece in self.pieces
+            for q in self.queries[rank] for k in piece[rank - d])]
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,7 @@
 """Things that are made ahead of its use; tensors in a ring, where each rank's visit all other ranks."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic
 
@@ -35,18 +35,34 @@ class Ahead(Generic[T]):
         return item
 
 
-def hops(axis: Axis, *sent: torch.Tensor) -> Iterator[Hop]:
-    """Sends tensors to the next rank, then what has come, until all other ranks' have come by."""
-    for left in reversed(range(axis.size - 1)):
-        hop = axis.shift(*sent)  # what the hop before brings is sent on without a wait
-        sent = tuple(hop.received) if left else ()
+def jump(stops: Sequence[int], at: int) -> int | None:
+    """Says how many ranks something moves on in its hop to the distance `at` from the rank that it set out
+    from. `stops`: the distances, ascending, at which it is made or needed. 0: it waits for a later one;
+    None: it is not there yet, or has had its last."""
+    before, after = [stop for stop in stops if stop < at], [stop for stop in stops if stop >= at]
+    if not before or not after:
+        return None
+    return at - before[-1] if after[0] == at else 0
+
+
+def hops(axis: Axis, needed: Sequence[int], *sent: torch.Tensor) -> Iterator[Hop]:
+    """Sends tensors round the ranks: a Hop for each distance from 1 on, of which those count at which they
+    are `needed`."""
+    hop: Hop | None = None
+    for distance in range(1, axis.size):
+        by = jump((0, *needed), distance)
+        if by == 0 and hop:
+            hop.settle()
+        hop = axis.shift(*sent, by=by)  # what the hop before brings is sent on without a wait
+        sent = tuple(hop.received) if distance < axis.size - 1 else ()
         yield hop
 
 
 class Visits(Ahead[list[torch.Tensor]]):
     """Iterates over the tensors of the other ranks of `axis`, the rank before first. `ahead` hops are on
-    their way beside the part in use."""
+    their way beside the part in use. `needed`: see hops(); by default at all distances."""
 
-    def __init__(self, axis: Axis, *own: torch.Tensor, ahead: int = 1) -> None:
+    def __init__(self, axis: Axis, *own: torch.Tensor, ahead: int = 1,
+                 needed: Sequence[int] | None = None) -> None:
         self.axis = axis
-        super().__init__(hops(axis, *own), ahead)
+        super().__init__(hops(axis, range(1, axis.size) if needed is None else needed, *own), ahead)

@@ -44,11 +44,16 @@ class Works(Generic[T]):
 
     def wait(self) -> T:
         """Waits for `received`, which from now on belongs to the caller."""
-        for work in self.works:
-            work.result() if isinstance(work, Future) else work.wait()
-        received, self.works = self.received, ()
+        self.settle()
+        received = self.received
         del self.sent, self.received
         return received
+
+    def settle(self) -> None:
+        """Waits, and keeps what is received."""
+        for work in self.works:
+            work.result() if isinstance(work, Future) else work.wait()
+        self.works = ()
 
 
 Hop = Works[list[torch.Tensor]]  # of what the rank before sends
@@ -164,12 +169,22 @@ class Axis:
         return self.start("reduce", nbytes, lambda t, _, **how: dist.reduce(t, group_dst=owner, **how),
                           x, x, to=owner)
 
-    def shift(self, *tensors: torch.Tensor) -> Hop:
-        """Sends tensors to the next rank -> Works of those from the rank before. Shifts are done one after
-        the other: one may send what the one before it brings, without a wait for that."""
+    def shift(self, *tensors: torch.Tensor, by: int | None = 1) -> Hop:
+        """Sends tensors `by` ranks on, to the next -> Works of those that come from as many before. Shifts
+        are done one after the other: one may send what the one before it brings, without a wait for that.
+        By 0 they are copied; None: nothing is sent, and what is received is uninitialised."""
         received = [torch.empty_like(t) for t in tensors]
-        to, source = ((self.rank + d) % self.size for d in (1, -1))
+        if not by:
+            for r, t in zip(received, tensors if by == 0 else (), strict=False):
+                r.copy_(t)
+            return Works((), tensors, received)
+        to, source = ((self.rank + d) % self.size for d in (by, -by))
         return Works(self.post("shift", tensors, received, to=to, source=source), tensors, received)
+
+    def jumps(self, *tensors: torch.Tensor) -> None:
+        """Sends tensors to each of the other ranks."""
+        for by in range(1, self.size):
+            self.shift(*tensors, by=by).wait()
 
     def send(self, *tensors: torch.Tensor) -> Works[Sequence[torch.Tensor]]:
         """Starts to send tensors to the other rank of two."""
