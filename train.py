@@ -64,7 +64,7 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
     cfg, device = decided.cfg, decided.device
     # ranks that share a sequence (cp) or a layer (tp), or hold the same parameters (replicas); stages (pp)
     mesh = open_mesh(host, cfg.cp, cfg.tp, device, cfg.context_parallel, cfg.metp, cfg.pp, cfg.ties_stages,
-                     cfg.layers_come)
+                     cfg.layers_come, cfg.documents)
 
     with naming_region(decided.expected, device, "params"):  # names it, should the device's memory end there
         model = Model(GPT, cfg, device, decided.dtype, mesh=mesh)

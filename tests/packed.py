@@ -54,8 +54,8 @@ def packed_step(model, optimizer, cfg, data, step=0):
 
 
 def packed_gradients(host, cfgs, folder):
-    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan, bytes that
-    the ranks of cp sent)."""
+    """For each config (loss, gradient norm, gradients as of whole(), requests that missed the plan, bytes
+    that the ranks of cp sent)."""
     mesh, made = mesh_of(host, cfgs[0]), []
     for cfg in (cfg.of_rank(host.rank, host.size) for cfg in cfgs):
         data = open_dataset(folder, cfg.block_size, packs=cfg.pack)

@@ -162,12 +162,15 @@ def open_axis(name: str, host: Axis, lines: list[list[int]], kinds: Iterable[str
 
 
 def open_mesh(host: Axis, cp: int, tp: int, device: torch.device, context_parallel: str = "ring",
-              metp: bool = False, pp: int = 1, tied: bool = False, layers_come: bool = False) -> Mesh:
+              metp: bool = False, pp: int = 1, tied: bool = False, layers_come: bool = False,
+              documents: bool = False) -> Mesh:
     """Opens the Mesh of the ranks on the Axis `host`; all of them must call it. `tied`: the first stage of
-    several and the last one hold the same matrix; `layers_come`: see communicators()."""
+    several and the last one hold the same matrix; `layers_come`: see communicators(). With `documents` a ring
+    leaves out hops, and so sends to each of its ranks."""
     dp = host.size // (pp * cp * tp)
     lines, axes, lanes = lines_of(tp, cp, dp, metp, pp), dict[str, Axis](), dict[str, Axis]()
-    shared, hops = ["gather", "scatter_sum", "sum"], ["shift" if context_parallel == "ring" else "exchange"]
+    shared, ring = ["gather", "scatter_sum", "sum"], "jumps" if documents else "shift"
+    hops = [ring if context_parallel == "ring" else "exchange"]
     rooted = ["start_broadcast", "start_reduce"] if metp else []
     kinds = dict(tp=shared + rooted, hops=["shift"], cp=hops, data=shared, shards=["gather"], world=["sum"])
     for name, carrier in communicators(tp, cp, dp, metp, pp, layers_come).items():
