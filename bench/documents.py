@@ -70,7 +70,7 @@ def cost(rounds):
     model = Model(GPT, cfg, CPU, torch.float32)
     model.params.normal_(std=0.02)
     drawn = data.draw(cfg, "train", 0, 0, 1, row_order(cfg, S, ALONE))
-    one = Packed(torch.arange(S).repeat(cfg.batch_size, 1), ((),) * cfg.batch_size)
+    one = Packed(torch.arange(S).repeat(cfg.batch_size, 1), ((S,),) * cfg.batch_size)
     batches = {"without": Batch(drawn.tokens, drawn.targets.clamp_min(0)),
                "one document": model.on_device(Batch(drawn.tokens, drawn.targets.clamp_min(0), one)),
                "as packed": model.on_device(drawn)}
@@ -85,7 +85,7 @@ def cost(rounds):
     spent = [{name: seconds(batch) for name, batch in batches.items()} for _ in range(rounds)]
     ratios = {name: sorted(of[name] / of["without"] for of in spent) for name in batches if name != "without"}
     return {name: dict(median=median(of), least=of[0], largest=of[-1]) for name, of in ratios.items()} | dict(
-        documents=[len(starts) + 1 for starts in drawn.packed.starts])
+        documents=[len(ends) for ends in drawn.packed.ends])
 
 
 def draw(found):

@@ -14,7 +14,7 @@ from memo.config.config import Config
 from memo.config.layer import Operation, layer_of
 from memo.config.layout import Layout
 from memo.estimate.pipeline_seconds import rows_of_tp_s
-from memo.estimate.roofline import hop_s, late_hop, own_kernels, total
+from memo.estimate.roofline import Before, hop_s, kernels_s, late_hop, one_document, total
 from memo.estimate.unit_seconds import Block
 from memo.system.hardware import Machine
 
@@ -91,7 +91,7 @@ def layer_s(system: str, cfg: Layout, machine: Machine) -> tuple[float, float]:
     products, inputs = total(map(layer.product, linears)), [layer.together(op) for op in linears]
     late = fsum(layer.input_message(ops).seconds for ops, op in zip(inputs, linears, strict=True)
                 if op is ops[0])
-    kernels = [total(own_kernels(layer, way)) for way in ("forward", "backward")]
+    kernels = [kernels_s(layer, one_document(layer, Before()), way) for way in ("forward", "backward")]
     passed = [layer.copy(elements).seconds for elements in passes(system, cfg)]
     forward = products + late + kernels[0] + passed[0]
     backward = 2 * products + total(layer.backward_messages()) + kernels[1] + passed[1]

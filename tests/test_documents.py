@@ -218,8 +218,8 @@ def test_no_hop_is_made_that_no_rank_needs(tmp_path, lengths, subsequences):
         document = [np.searchsorted(of, np.arange(S), "right") for of in edges]
         for i in range(subsequences):
             queries = range(i * unit, (i + 1) * unit)
-            hops += len({(owner[q] - owner[k]) % cp for d in document for q in queries for k in range(q)
-                         if d[q] == d[k]} - {0})
+            hops += len({(owner[q] - owner[k]) % cp for d, of in zip(document, edges, strict=True)
+                         for q in queries for k in range(q) if q < of[-1] and d[q] == d[k]} - {0})
     rows, q, kv = 2 * unit // cp, 4 * 8, 2 * 8  # of both sequences; elements of a row
     elements = (q + q + 4) + (3 * q + 4 + q) if subsequences > 1 else 2 * kv + 2 * kv + 2 * kv
     assert first[4] == hops * rows * 4 * elements * cfg.n_layer
@@ -253,8 +253,8 @@ def test_a_token_changes_no_bit_of_another_document(folder, family, cut):
     cfg = Layout(**KEYS | FAMILIES[family] | dict(activation="keep") | cut)
     data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
     out, dx, packed = rows_of_a_step(cfg, data)
-    for b, starts in enumerate(packed.starts):
-        edges = [0, *starts, cfg.block_size]
+    for b, ends in enumerate(packed.ends):
+        edges = [0, *ends]
         first, end = max(pairwise(edges), key=lambda edge: edge[1] - edge[0])  # the longest
         place = (first + end) // 2
         out_, dx_, _ = rows_of_a_step(cfg, data, (b, place))

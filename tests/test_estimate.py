@@ -6,7 +6,6 @@ import re
 import resource
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -27,10 +26,10 @@ from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
-from memo.estimate import arena, budget, regions, report, search
+from memo.estimate import arena, budget, regions, report, roofline, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
 from memo.estimate.regions import granting
-from memo.estimate.roofline import KERNELS, REST, own_kernels, total, ulysses
+from memo.estimate.roofline import REST, Before, one_document, total, ulysses
 from memo.estimate.unit_seconds import Block, UnitSeconds, modelled_rates
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
@@ -389,8 +388,12 @@ def test_seconds_follow_the_widths_of_the_layer():
         cfg = load(["config/llama3_8b_1m.py", "--block_size=131072"])
         return Block(replace(cfg, **keys), H100, 2)
 
+    def unit_seconds(block):
+        return UnitSeconds(block, one_document(block, Before()))
+
     def kernels_s(block):
-        return [total(own_kernels(block, way), KERNELS) for way in ("forward", "backward")]
+        met = one_document(block, Before())
+        return [roofline.kernels_s(block, met, way) for way in ("forward", "backward")]
     got, whole, rows = layer(), layer(n_kv_head=32), 2**17 // 4  # cp=4
     # at eight times the length two heads at a time: keys that four read travel twice
     assert layer(block_size=2**20).kv_bytes == 8 * 2 * got.kv_bytes
@@ -401,9 +404,9 @@ def test_seconds_follow_the_widths_of_the_layer():
     for group, width in dict(gate_out=14336, up_out=14336, q=4096, k=1024, v=1024).items():
         seconds = 2 * rows * width * 4096 / 2 / H100.speeds.rate("matmul")
         messages = got.input_message(got.together(got.layer.groups[group])).seconds
-        assert seconds < UnitSeconds(got, Counter()).groups_s[group] < 1.1 * seconds + messages
+        assert seconds < unit_seconds(got).groups_s[group] < 1.1 * seconds + messages
     normed = layer(qk_norm=True)  # rotated with the norms, in attention
-    with_norms, without = UnitSeconds(normed, Counter()), UnitSeconds(got, Counter())
+    with_norms, without = unit_seconds(normed), unit_seconds(got)
     assert with_norms.attention_s > without.attention_s and with_norms.groups_s["q"] < without.groups_s["q"]
     all_heads, dealt = (layer(tp=1, cp=8, context_parallel="ulysses", n_kv_head=n) for n in (8, 2))
     assert ulysses(all_heads) == ulysses(dealt)  # each of two heads goes to four ranks

@@ -6,14 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from memo.config.config import Config
-from memo.data.packing import Packing, Share, packed_once
+from memo.data.packing import Packing, Share, ends_of, packed_once
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DTYPES, STARTS, WEIGHTS
 from memo.errors import ConfigError, DataError, reason
@@ -79,7 +78,6 @@ class Data:
         those within documents. Padding is a document of its own, of token 0. Errors: as batch()."""
         packing = self.packings[split]
         every = [packing.pieces(k) for k in packing.numbers(first, B, seed)]
-        starts = [[*accumulate(length for _, length, _ in pieces)] for pieces in every]
 
         def row(pieces: list[tuple[int, int, bool]], begin: int, end: int) -> np.ndarray:
             rows: np.ndarray = np.zeros((3, end - begin), np.int64)  # tokens, targets, positions
@@ -104,8 +102,7 @@ class Data:
         def read(begin: int, end: int) -> torch.Tensor:
             return torch.from_numpy(np.stack([row(pieces, begin, end) for pieces in every], 1))  # (3, B, n)
         tokens, targets, positions = torch.cat(order.deal(read), 2)
-        inside = tuple(tuple(start for start in of if start < packing.S) for of in starts)
-        return Batch(tokens, targets, Packed(positions, inside))
+        return Batch(tokens, targets, Packed(positions, tuple(map(ends_of, every))))
 
 
 def prepare_again(folder: Path) -> str:

@@ -11,9 +11,11 @@ token once. All follows from the documents' starts, S and the seed, in any layou
 import fcntl
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +71,11 @@ class Packing:
     def share(self, first: int, count: int, seed: int) -> Share:
         """Counts what `count` sequences of a run hold together, from number `first` on."""
         return Share(*self.shares[self.numbers(first, count, seed)].sum(0).tolist())
+
+
+def ends_of(pieces: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
+    """Lists where the pieces of a sequence end in it."""
+    return tuple(accumulate(length for _, length, _ in pieces))
 
 
 @lru_cache(4)  # the epochs under way of both splits

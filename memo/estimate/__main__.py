@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import Field, replace
 from math import isfinite, prod
 from pathlib import Path
+from types import ModuleType
 
 from memo.config.config import Config
 from memo.config.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
@@ -40,6 +41,8 @@ FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest bloc
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
            "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
            "gpus": "ranks in all; by default pp * tp * cp of the config",
+           "lengths": "of documents, of a dataset's folder or a list as in 300000,500x4000: the mean and the "
+                      "slowest step",
            "plot": "a picture; by default estimate.png"}
 
 
@@ -94,6 +97,7 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
     answer_early(read_argv)
 
 import json
+from importlib import import_module
 
 from memo.config.formulas import parameters, percent
 from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
@@ -156,14 +160,18 @@ def main(argv: list[str]) -> int:
     check_size(cfg, machine, world)
     check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))
     arena = fast_arena if options.get("fast") else traced_arena
-    lines, found = [], []
+    lines, found, packing, sample = [], [], None, None
+    if text := options.get("lengths"):
+        lengths: ModuleType = import_module("memo.estimate.lengths")  # which needs torch
+        packing = lengths.read_lengths(text, cfg)
+        sample = lengths.typical(packing, cfg)
     if options.get("search"):
         found = search(cfg, machine, world, arena)
         none = [] if found[0].fits else ["none fits; the nearest:"]
         lines += [*none, HEADING, *map(summary, found), ""]
     works = "bounding" if options.get("fast") else "tracing"
     with progress(lambda: f"{works} a step of {cfg.batch_size * cfg.block_size:,} tokens"):
-        got = found[0] if found else estimate(cfg, machine, world, arena)
+        got = found[0] if found else estimate(cfg, machine, world, arena, sample)
     lines += table(got)
     if got.fits:
         lines.append(f"fits        bound by {got.binds}")
@@ -171,6 +179,9 @@ def main(argv: list[str]) -> int:
         with progress(lambda: "it does not fit: looking for what would"):
             lines += advice(got)
     out = as_dict(got)
+    if packing is not None:
+        out["documents"] = documents = lengths.by_lengths(got, packing)
+        lines += lengths.lines_of(documents, cfg.block_size)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]
     most, both = None, {"search", "max_context"} <= set(options)

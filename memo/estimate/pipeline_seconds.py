@@ -3,7 +3,7 @@ layers, of head and embedding, of the optimizer and of all messages. Source: MEM
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from math import fsum, sqrt
+from math import ceil, fsum, sqrt
 
 from memo.config.layer import CHUNK_ROWS, INPUT, head_rows, logit_bytes, n_rows, tensors_of
 from memo.config.layout import Layout, subsequence_lengths, unit_rows
@@ -50,9 +50,10 @@ def state_seconds(cfg: Layout, machine: Machine, world: int, itemsize: int) -> S
                         embedding / layer, head / layer)
 
 
-def head_s(cfg: Layout, machine: Machine, itemsize: int) -> float:
-    """Counts the seconds of final norm, logits, loss and their gradients, chunk by chunk."""
-    rows, C = cfg.batch_size * cfg.block_size // cfg.cp, cfg.n_embd
+def head_s(cfg: Layout, machine: Machine, itemsize: int, learned: float) -> float:
+    """Counts the seconds of final norm, logits, loss and their gradients, chunk by chunk. `learned`: the part
+    of the rows that it computes."""
+    rows, C = ceil(learned * cfg.batch_size * cfg.block_size / cfg.cp), cfg.n_embd
     V, u = cfg.padded_vocab_size / cfg.tp, rows * C * itemsize / cfg.tp
     chunk = head_rows(V, logit_bytes(itemsize, cfg.ops != "torch"), machine.cpu)
     # read and written in fp32 by each chunk
@@ -129,13 +130,14 @@ def hop_s(machine: Machine, world: int, pp: int, stage: int, nbytes: float, furt
     return machine.message_s("shift", nbytes, 2 * ranks if inside else world)
 
 
-def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int) -> Ends:
-    """Models the Ends of a config that says which stage."""
+def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int, learned: float) -> Ends:
+    """Models the Ends of a config that says which stage. `learned`: see head_s()."""
     row, B = tensors_of(cfg, itemsize)[INPUT].nbytes // n_rows(cfg), cfg.batch_size
     cuts = unit_rows(cfg, B, cfg.block_size // cfg.cp)
     send, send_gradient = (tuple(hop_s(machine, world, cfg.pp, first, row * n) for n in cuts)
                            for first in (cfg.stage, cfg.stage - 1))
-    ends = Ends(embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize), send, send_gradient)
+    ends = Ends(embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize, learned), send,
+                send_gradient)
     if cfg.msp:
         rates = tuple(MESSAGE_BYTES / hop_s(machine, world, cfg.pp, min(cfg.stage, other), MESSAGE_BYTES,
                                             abs(cfg.stage - other)) for other in range(cfg.pp))
@@ -149,7 +151,8 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
     """Simulates a micro batch -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
-                            ends=ends_of(stage.cfg, machine, world, itemsize)) for stage in stages]
+                            ends=ends_of(stage.cfg, machine, world, itemsize, layer.learned))
+               for stage in stages]
     schedules = [stage.placement.schedule() for stage in stages]
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
 
@@ -186,7 +189,8 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
              "messages": cfg.n_layer * fsum(unit.messages_s for unit in units),
              "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
-    parts["head and embedding"] = head_s(cfg, machine, itemsize) + embedding_s(cfg, machine, itemsize)
+    parts["head and embedding"] = (head_s(cfg, machine, itemsize, layer.learned)
+                                   + embedding_s(cfg, machine, itemsize))
     return parts, [(forward, backward)]
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from memo.config.config import Config
 from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
 from memo.config.layout import Layout, subsequence_lengths
+from memo.data.packing import Share
 from memo.kernels.backends import kernel_of
 from memo.system.hardware import FP8_PRODUCTS, Machine
 
@@ -33,6 +34,38 @@ ATTENTION_BACKWARD = 2.5  # FLOPs over the forward's: five matrix products, the 
 KERNELS, MESSAGES, REST = "attention", "messages", "rest of the layers"
 WAYS = "forward", "backward"
 Before = Counter[int]  # the subsequences before a unit's own: how many there are of each length
+
+
+class Calls(NamedTuple):
+    """Says what so many calls of a kernel do together: FLOPs of a forward over so many keys each; `full`:
+    without a mask."""
+
+    flops: float
+    keys: int
+    full: bool
+    times: int = 1
+
+
+class Sample(NamedTuple):
+    """Describes a micro batch of packed documents: for each sequence the ends of its pieces; and what
+    all of them hold."""
+
+    ends: tuple[tuple[int, ...], ...]
+    share: Share
+
+
+class Met(NamedTuple):
+    """Says what attention of a unit does on a rank: calls over the unit's own keys, and over those before;
+    the hops to other ranks; and in units of the unit's rows, all queries or all keys, how many of partial
+    results are merged, and of their gradients added. `copied`: each part of a result goes to its place."""
+
+    own: list[Calls]
+    earlier: list[Calls]
+    hops: int = 0
+    merged: float = 0.0
+    queries: float = 0.0
+    keys: float = 0.0
+    copied: bool = False
 
 
 class Cost(NamedTuple):
@@ -143,36 +176,44 @@ class Unit:
 
 # --- attention ---
 
-def kernel(u: Unit, way: str, flops: float, keys: int, full: bool = False) -> Cost:
-    """Costs a forward of so many FLOPs over so many keys, or its backward; `full`: without a mask."""
-    size = keys // (1 if u.ulysses else u.ring)
+def kernel(u: Unit, way: str, calls: Calls) -> Cost:
+    """Costs calls of a kernel, forward or backward."""
     name = u.kernel if f"{u.kernel} forward" in u.speeds.table else "attention"
-    for more in (" full",) * full + (" deterministic",) * u.cfg.deterministic:
+    for more in (" full",) * calls.full + (" deterministic",) * u.cfg.deterministic:
         name += more * (f"{name}{more} {way}" in u.speeds.table)
     part = ATTENTION_BACKWARD if way == "backward" else 1.0
-    return Cost(u.speeds.seconds(f"{name} {way}", part * flops, size), KERNELS)
+    return Cost(calls.times * u.speeds.seconds(f"{name} {way}", part * calls.flops, calls.keys), KERNELS)
 
 
-def own_kernels(u: Unit, way: str) -> list[Cost]:
-    """Costs the kernels on this rank's share of the scores, without subsequences before. In a ring the mask
-    halves the own block alone; of the others all queries see half the keys, or half see all."""
-    ring = 1 if u.ulysses else u.ring
-    own, flops = u.attention_flops / ring, u.attention_flops
-    return [kernel(u, way, own, u.S), *[kernel(u, way, flops - own, u.S, full=True)] * (ring > 1)]
+def one_document(u: Unit, before: Before) -> Met:
+    """Counts what attention does where a sequence is one document. In a ring the mask halves the own block
+    alone; of the others all queries see half the keys, or half see all."""
+    ring, flops = 1 if u.ulysses else u.ring, u.attention_flops
+    own = [Calls(flops / ring, u.S // ring, full=False)]
+    own += [Calls(flops - flops / ring, u.S // ring, full=True)] * (ring > 1)
+    earlier = [Calls(flops * 2 * n / u.S, n // ring, True, times) for n, times in before.items()]
+    if not u.several:  # all queries are merged for an earlier rank's block, half of them for a later one's
+        return Met(own, earlier, u.ring - 1, 0.75 * (ring - 1), ring, ring)
+    n = before.total() + 1
+    # of a visitor's own piece half of the queries meet a rank before it
+    merged = n - 1 if ring == 1 else ring * n - 0.25 * (ring - 1)
+    # pieces whose sums grow, in units of the own one
+    keys = ring * (1 + sum(length * times for length, times in before.items()) / u.S)
+    return Met(own, earlier, u.ring - 1, merged, merged, keys)
 
 
-def kernels_before(u: Unit, way: str, before: Before) -> list[Cost]:
-    """Costs the kernels over the keys of all subsequences before."""
-    return [Cost(times * kernel(u, way, u.attention_flops * 2 * n / u.S, n, full=True).seconds, KERNELS)
-            for n, times in before.items()]
+def kernels_s(u: Unit, met: Met, way: str = "forward") -> float:
+    """Counts the seconds of a unit's kernels."""
+    return total(kernel(u, way, calls) for calls in (*met.own, *met.earlier))
 
 
-def attention(u: Unit, before: Before) -> tuple[list[Cost], list[Cost]]:
+def attention(u: Unit, met: Met) -> tuple[list[Cost], list[Cost]]:
     """Costs attn_out from q, k and v, and dq, dk, dv from its gradient; those of several groups of heads go
     where q, k, v were."""
-    kernels = [(own_kernels(u, way), kernels_before(u, way, before)) for way in WAYS]
-    beside = prefix(u, before, kernels) if u.several else ([], []) if u.ring == 1 else (
-        ulysses if u.ulysses else ring)(u)
+    kernels = [([kernel(u, way, of) for of in met.own], [kernel(u, way, of) for of in met.earlier])
+               for way in WAYS]
+    beside = prefix(u, met, kernels) if u.several else alone(u, met) if u.ring == 1 else (
+        ulysses(u) if u.ulysses else ring(u, met, kernels))
     forward, backward = ([*own, *earlier, *more]
                          for (own, earlier), more in zip(kernels, beside, strict=True))
     norms, moved = u.head_norms("forward"), [u.copy(2 * (u.Q + 2 * u.KV))] * (u.at_once < u.heads_made)
@@ -193,26 +234,33 @@ def late_hop(u: Unit, message_s: float, block_s: float, times: int = 1) -> Cost:
     return u.late(message_s, block_s, 0.0 if u.machine.cpu else 1.0, times=times)
 
 
-def ring(u: Unit) -> tuple[list[Cost], list[Cost]]:
+def alone(u: Unit, met: Met) -> tuple[list[Cost], list[Cost]]:
+    """Costs what goes beside the calls of a whole sequence on one rank."""
+    return [u.copy(2 * u.Q)] * met.copied, [u.copy(2 * (u.Q + 2 * u.KV))] * met.copied
+
+
+def ring(u: Unit, met: Met, kernels: Kernels) -> tuple[list[Cost], list[Cost]]:
     """Costs sending keys and values round, each hop beside a block, and merging the blocks, which counts as
     messages. A backward's first hop has nothing before it; gradients, in fp32, go beside the block behind
     theirs: beside the own block, the last one, alone. METP's hops go two ahead, and a group's first ones
     beside the group before: all hide behind all blocks, but for the first ones of a backward's first group,
     and of each turn of a group behind its first. Hiding behind a group's products is not counted."""
-    # 6: to fp32 and back. 0.75: all queries are merged for an earlier rank's block, half of them for a later
-    # rank's
-    merge = u.copy(6 * u.Q).seconds + 0.75 * (u.ring - 1) * u.kernel_pass("merge", u.Q).seconds
-    merge_back = u.copy((2 + u.ring * (1 + 8 // u.itemsize)) * (u.Q + 2 * u.KV)).seconds
-    forward_s, backward_s = (total(own_kernels(u, way)) for way in WAYS)
+    # 6: to fp32 and back
+    merge = u.copy(6 * u.Q).seconds + met.merged * u.kernel_pass("merge", u.Q).seconds
+    added = 1 + 8 // u.itemsize
+    merge_back = u.copy((2 + met.queries * added) * u.Q + (2 + met.keys * added) * 2 * u.KV).seconds
+    forward_s, backward_s = (total(own) for own, _ in kernels)
+    if not met.hops:
+        return [Cost(merge, MESSAGES)], [Cost(merge_back, MESSAGES)]
     keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
     if u.cfg.metp:
         first = keys * (u.turns - head_groups(u.cfg) + 1) / u.turns
-        hops = [late_hop(u, (u.ring - 1) * keys, forward_s)]
-        hops_back = [late_hop(u, (u.ring - 1) * (keys + gradients) - first, backward_s)]
+        hops = [late_hop(u, met.hops * keys, forward_s)]
+        hops_back = [late_hop(u, met.hops * (keys + gradients) - first, backward_s)]
     else:
-        first, block_s, block_back_s = keys, forward_s / u.ring, backward_s / u.ring
-        hops = [late_hop(u, keys, block_s, u.ring - 1)]
-        hops_back = [late_hop(u, keys + gradients, block_back_s, u.ring - 2),
+        first, block_s, block_back_s = keys, forward_s / (met.hops + 1), backward_s / (met.hops + 1)
+        hops = [late_hop(u, keys, block_s, met.hops)]
+        hops_back = [late_hop(u, keys + gradients, block_back_s, met.hops - 1),
                      late_hop(u, gradients, block_back_s)]
     return [Cost(merge, MESSAGES), *hops], [Cost(merge_back, MESSAGES), Cost(first, MESSAGES), *hops_back]
 
@@ -241,32 +289,28 @@ def dealing(u: Unit) -> list[Cost]:
     return [exchange(u, keys_dealt(u.cfg) * u.KV, 1)] * 2 if u.ulysses else []
 
 
-def prefix(u: Unit, before: Before, kernels: Kernels) -> tuple[list[Cost], list[Cost]]:
+def prefix(u: Unit, met: Met, kernels: Kernels) -> tuple[list[Cost], list[Cost]]:
     """Costs merging partial results, and adding up partial gradients, in fp32, and messages. A ring passes
     queries, and their sums on the way home; Ulysses exchanges q, out; backward dout, q, out, dq, dk, dv."""
-    n, p = before.total() + 1, 1 if u.ulysses else u.ring
-    # of a visitor's own piece half of the queries meet a rank before it
-    merges = n - 1 if p == 1 else p * n - 0.25 * (p - 1)
+    merges, added = met.merged, 1 + 8 // u.itemsize
     forward = [u.copy(6 * u.Q), Cost(merges * u.kernel_pass("merge", u.Q).seconds)] if merges else []
-    # pieces whose sums grow, in units of the own one
-    keys = p * (1 + sum(length * times for length, times in before.items()) / u.S)
-    added = 1 + 8 // u.itemsize
-    backward = [u.copy((2 + added * merges) * u.Q + (2 + added * keys) * 2 * u.KV)]
+    backward = [u.copy((2 + added * met.queries) * u.Q + (2 + added * met.keys) * 2 * u.KV)]
     if u.ulysses:
         exchanged = exchange(u, u.Q, u.turns)
         return [*forward, *[exchanged] * 2], [*backward, *[exchanged] * 4, *dealing(u)]
-    if u.ring > 1:
+    if met.hops:
         fp32 = u.row_bytes * 4 // u.itemsize
         lse, queries = fp32 * u.layer.heads, u.Q * u.row_bytes
-        forward += passing(u, *kernels[0], queries, u.Q * fp32 + lse)
-        backward += passing(u, *kernels[1], 3 * queries + lse, u.Q * fp32)
+        forward += passing(u, met.hops, *kernels[0], queries, u.Q * fp32 + lse)
+        backward += passing(u, met.hops, *kernels[1], 3 * queries + lse, u.Q * fp32)
     return forward, backward
 
 
-def passing(u: Unit, own: list[Cost], earlier: list[Cost], leaving: float, home: float) -> list[Cost]:
+def passing(u: Unit, hops: int, own: list[Cost], earlier: list[Cost], leaving: float,
+            home: float) -> list[Cost]:
     """Costs what passes the ring: `leaving` bytes of queries, and their sums on the way home, a rank behind.
     The first hop hides behind the own queries' pieces before, the last one behind their own piece."""
-    before_s, own_s = total(earlier) / u.ring, total(own) / u.ring
+    before_s, own_s = total(earlier) / (hops + 1), total(own) / (hops + 1)
     leave, come = hop_s(u, leaving), hop_s(u, home)
-    return [late_hop(u, leave, before_s), late_hop(u, leave + come, before_s + own_s, u.ring - 2),
+    return [late_hop(u, leave, before_s), late_hop(u, leave + come, before_s + own_s, hops - 1),
             late_hop(u, come, own_s)]

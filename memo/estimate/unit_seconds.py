@@ -4,13 +4,16 @@ subsequence: the sums of their Costs."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib import import_module
+from types import ModuleType
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.step_seconds import UnitRates
 from memo.decide.where import Rates
+from memo.estimate import roofline
 from memo.estimate.metp_seconds import Metp
-from memo.estimate.roofline import KERNELS, MESSAGES, Before, Cost, Unit, attention, dealing, total
+from memo.estimate.roofline import KERNELS, MESSAGES, Before, Cost, Met, Sample, Unit, dealing, total
 from memo.system.hardware import Machine
 
 
@@ -146,9 +149,9 @@ class Block(Unit):
 class UnitSeconds(UnitRates):
     """Adds up a unit's Costs; `attention_kernels_s`, `messages_s`: parts of forward and backward together."""
 
-    def __init__(self, unit: Block | Metp, before: Before) -> None:
+    def __init__(self, unit: Block | Metp, met: Met) -> None:
         self.unit, u, self.rows = unit, unit, unit.own
-        self.attend, attend_backward = attention(u, before)
+        self.attend, attend_backward = roofline.attention(u, met)
         forward, sweep = u.forward(self.attend), list[Cost]()
         backward = u.backward(self.attend, attend_backward)
         if u.several:
@@ -176,24 +179,32 @@ class UnitSeconds(UnitRates):
 @dataclass(frozen=True)
 class ModelledRates(Rates):
     units: tuple[UnitSeconds, ...]
+    learned: float = 1.0  # the part of all rows that the head computes
 
 
-def modelled_rates(cfg: Layout, machine: Machine, itemsize: int) -> ModelledRates | None:
+def modelled_rates(cfg: Layout, machine: Machine, itemsize: int,
+                   sample: Sample | None = None) -> ModelledRates | None:
     """Models the Rates of a layer of a config whose states stay; None where no speeds of its dtype are
-    known."""
+    known. `sample`: a micro batch; None: one whose sequences are one document each."""
     if machine.speeds is None or machine.speeds.itemsize != itemsize:
         return None
     return known_rates(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
-                                      alpha_mode="per_tensor"), machine, itemsize)
+                                      alpha_mode="per_tensor"), machine, itemsize, sample)
 
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
-def known_rates(cfg: Layout, machine: Machine, itemsize: int) -> ModelledRates:
+def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | None) -> ModelledRates:
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
     of_length = {S: kind(cfg, machine, itemsize, S) for S in lengths}
     before, units = Before(), list[UnitSeconds]()
-    for S in lengths:
-        units.append(UnitSeconds(of_length[S], before))
+    for i, S in enumerate(lengths):
+        u = of_length[S]
+        met = roofline.one_document(u, before)
+        if sample:
+            packed: ModuleType = import_module("memo.estimate.packed")  # which needs torch
+            met = packed.slowest(u, packed.met_by_ranks(u, i, lengths, sample.ends))
+        units.append(UnitSeconds(u, met))
         before[S] += 1
     rate = machine.node.pcie_bytes_per_s
-    return ModelledRates(tuple(units), rate, rate, None)
+    learned = sample.share.learned / (cfg.batch_size * cfg.block_size) if sample else 1.0
+    return ModelledRates(tuple(units), rate, rate, None, learned=learned)

@@ -123,8 +123,9 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
     without sums [dq, dk, dv]."""
     rows, dq, totals = EVERYTHING if fence else rows_met(tiles), None, sums
     if fence:
-        dq = torch.zeros_like(q, dtype=torch.float32) if sums else torch.empty_like(q)
-        totals = totals or [tuple(torch.empty_like(t) for t in pieces[0])]
+        # padding meets nothing
+        dq = torch.zeros_like(q, dtype=torch.float32 if sums else q.dtype)
+        totals = totals or [tuple(torch.zeros_like(t) for t in pieces[0])]
     for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
         begin = marked(fence)
         for queries, keys, causal, of in of_piece:

@@ -41,24 +41,26 @@ EVERYTHING = slice(None)
 
 class Mask(NamedTuple):
     """Says which tokens a query sees, of those before it. `borders`: tokens, ascending, at which a sequence
-    is cut into parts; sees(i, j): whether queries in part i see keys in part j, always where i = j."""
+    is cut into parts; sees(i, j): whether queries in part i see keys in part j, always where i = j. From
+    `end` on is padding, which sees nothing, and which nothing sees."""
 
     borders: tuple[int, ...] = ()
     sees: Callable[[int, int], bool] = operator.ge
+    end: float = inf
 
     def meets(self, queries: Range, keys: Range) -> bool:
         """Says whether any of the queries sees any of the keys; neither range is within the other."""
         first, last = queries[0], keys[1] - 1
-        return last < first and self.sees(bisect_right(self.borders, first), bisect_right(self.borders, last))
+        return last < first < self.end and self.sees(*(bisect_right(self.borders, t) for t in (first, last)))
 
 
 CAUSAL = Mask()
 
 
-def documents(starts: Sequence[int]) -> Mask:
-    """Makes the Mask of a sequence whose tokens see those of their own document alone. `starts`: the first
-    token of each document but the first."""
-    return Mask(tuple(starts), operator.eq)
+def documents(ends: Sequence[int]) -> Mask:
+    """Makes the Mask of a sequence whose tokens see those of their own document alone. `ends`: of the
+    documents; behind the last is padding."""
+    return Mask(tuple(ends), operator.eq, ends[-1])
 
 
 @dataclass(eq=False)
@@ -171,7 +173,7 @@ def tiles_of(queries: Ranges, keys: Ranges, mask: Mask = CAUSAL) -> Tiles:
     alone = mask.sees is operator.eq  # of many documents few keys are worth a look
     full, causal = list[tuple[Range, Range]](), list[tuple[Range, Range]]()  # rows of queries, of keys
     square = list[Stretch]()  # the keys of the last causal tile
-    for query in all_queries:
+    for query in (query for query in all_queries if query.tokens[0] < mask.end):
         seen = [key for key in (of_part.get(query.part, []) if alone else all_keys)
                 if key.tokens[1] <= query.tokens[0] and mask.sees(query.part, key.part)]
         if own := own_keys.get(query.tokens):
@@ -274,11 +276,11 @@ class Learned(NamedTuple):
 
 class Packed(NamedTuple):
     """Says where the documents of a batch are. `positions` (B, T): of a rank's tokens, each in its piece of a
-    document. `starts`: for each sequence the first token of each piece but the first. `learned`: by
+    document. `ends`: for each sequence those of its pieces; behind the last is padding. `learned`: by
     subsequences, what Model.on_device() finds."""
 
     positions: torch.Tensor
-    starts: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
     learned: Sequence[Learned] = ()
 
 

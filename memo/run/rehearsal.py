@@ -62,7 +62,7 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     # with documents the head's requests are others; a sequence is rehearsed as one
     batch, learned = Batch(tokens, tokens), B * T if model.cfg.documents else 0
     if learned:
-        batch = model.on_device(Batch(tokens, tokens.cpu(), Packed(tokens % T, ((),) * B)))
+        batch = model.on_device(Batch(tokens, tokens.cpu(), Packed(tokens % T, ((T * model.cfg.cp,),) * B)))
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())

@@ -141,7 +141,7 @@ class Model(Parameters):
         # row b*T + t has the position in the whole sequence, or in its document, of this rank's t-th token
         self.positions = [t.to(self.device).repeat(B) for t in positions]
         if packed is not None:
-            order = replace(order, masks=[*map(documents, packed.starts)])
+            order = replace(order, masks=[*map(documents, packed.ends)])
             self.positions = self.by_subsequence(packed.positions)
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
         meetings = cache(partial(order.meetings, fence=packed and self.fence))
@@ -190,7 +190,7 @@ class Model(Parameters):
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         learned = [self.gpt.edges.learned(part).to(move) for part in self.by_subsequence(targets)]
-        return Batch(move(tokens), targets, Packed(move(packed.positions), packed.starts, learned))
+        return Batch(move(tokens), targets, Packed(move(packed.positions), packed.ends, learned))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
                 scale: float | None = None, learned: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from memo.decide.choose import degrees_of
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
 from memo.estimate.report import layout_of
-from memo.estimate.roofline import own_kernels, total
+from memo.estimate.roofline import Before, kernels_s, one_document
 from memo.estimate.search import config_with, longest
 from memo.estimate.unit_seconds import modelled_rates
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, plain
@@ -36,8 +36,9 @@ def of_a_layer(S, **keys):
     cfg = Layout.of(paper_config("7B", S, **keys))
     layer, node = modelled_rates(cfg, A800, BF16), A800.node
     sizes = {name: t.nbytes for name, t in tensors_of(cfg, BF16).items()}
-    nbytes, kernels_s = sum(sizes.values()), total(own_kernels(layer.units[0].unit, "forward"))
-    return layer.forward_s, kernels_s, nbytes / node.pcie_bytes_per_s, sizes["attn_out"] / nbytes
+    nbytes, unit = sum(sizes.values()), layer.units[0].unit
+    attention_s = kernels_s(unit, one_document(unit, Before()))
+    return layer.forward_s, attention_s, nbytes / node.pcie_bytes_per_s, sizes["attn_out"] / nbytes
 
 
 def figure6():

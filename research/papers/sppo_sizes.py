@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 from memo.config.formulas import layer_forward_terms
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.layout import ALIGNED, Layout, equal_flops
+from memo.estimate.roofline import one_document
 from memo.estimate.unit_seconds import Block, UnitSeconds
 from memo.plots.figures import BLUE, GREY, ORANGE, plain
 from memo.schedule.program import Fates, Program
@@ -60,8 +61,9 @@ class Stage:
                                 subsequence_cut="flops", unit_order="subsequence")
         self.N, self.lengths = N, cut(cfg, ALIGNED * cfg.block_multiple)
         self.sizes = [activation_bytes(cfg, n) for n in self.lengths]
-        units = [UnitSeconds(Block(cfg, A100, BF16, n), Counter(self.lengths[:i]))
-                 for i, n in enumerate(self.lengths)]
+        blocks = [Block(cfg, A100, BF16, n) for n in self.lengths]
+        units = [UnitSeconds(block, one_document(block, Counter(self.lengths[:i])))
+                 for i, block in enumerate(blocks)]
         self.forward_s, self.backward_s = ([LAYERS * getattr(u, way) for u in units]
                                            for way in ("forward_s", "backward_s"))
 

@@ -1,0 +1,138 @@
+"""An estimate by the lengths of documents: those of a dataset, or of a list, packed as a run packs them.
+
+Seconds are modelled of MOST_BATCHES micro batches of an epoch, from the one whose documents have the fewest
+pairs of a query and a key that meet to that with the most; those of all others lie between.
+"""
+
+import re
+from dataclasses import replace
+from math import fsum
+
+import numpy as np
+
+from memo.config.config import Config
+from memo.config.formulas import mfu, model_flops, percent
+from memo.config.layout import subsequence_lengths
+from memo.data.batch import open_dataset
+from memo.data.packing import Packing, Share, ends_of, pack
+from memo.errors import ConfigError
+from memo.estimate.budget import Estimate
+from memo.estimate.packed import met_by_ranks
+from memo.estimate.pipeline_seconds import embedding_s, head_s, step_s
+from memo.estimate.roofline import Sample, kernels_s
+from memo.estimate.unit_seconds import ModelledRates, modelled_rates
+from memo.system.files import JsonObject
+
+MOST_BATCHES = 16
+MOST_DOCUMENTS = 10**8  # of a list
+
+
+def read_lengths(text: str, cfg: Config) -> Packing:
+    """Packs the train split of a dataset; or documents of these lengths, as in 300000,500x4000. Errors:
+    ConfigError."""
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)?(,[0-9]+(x[0-9]+)?)*", text):
+        try:
+            return open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack).packings["train"]
+        except ConfigError as e:
+            raise ConfigError(f"--lengths={text:.60} must be a dataset's folder, or lengths as in "
+                              f"300000,500x4000: {e}") from None
+    counts = [(int(n), int(times or 1)) for n, _, times in (item.partition("x") for item in text.split(","))]
+    if not all(0 < n < 2**40 and times > 0 for n, times in counts) or (
+            sum(times for _, times in counts) > MOST_DOCUMENTS):
+        raise ConfigError(f"--lengths={text:.60} must be lengths from 1 to 2**40, of {MOST_DOCUMENTS:,} "
+                          "documents at most; leave some out")
+    lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
+    return pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
+
+
+def batches_of(packing: Packing, cfg: Config) -> np.ndarray:
+    """Counts the Share of each micro batch of a run's first epoch: (batches, 3)."""
+    count = max(1, len(packing) // cfg.batch_size)
+    numbers = packing.numbers(0, count * cfg.batch_size, cfg.seed)
+    shares: np.ndarray = packing.shares[numbers].reshape(count, cfg.batch_size, 3).sum(1)
+    return shares
+
+
+def sample_of(packing: Packing, cfg: Config, number: int) -> Sample:
+    """Describes a micro batch of a run by its number."""
+    numbers = packing.numbers(number * cfg.batch_size, cfg.batch_size, cfg.seed)
+    ends = tuple(ends_of(packing.pieces(k)) for k in numbers)
+    return Sample(ends, Share(*packing.shares[numbers].sum(0).tolist()))
+
+
+def typical(packing: Packing, cfg: Config) -> Sample:
+    """Describes the micro batch of the first epoch whose pairs are nearest to the mean."""
+    squares = batches_of(packing, cfg)[:, 2]
+    return sample_of(packing, cfg, int(np.abs(squares - squares.mean()).argmin()))
+
+
+def imbalance_of_ranks(layer: ModelledRates, sample: Sample) -> float:
+    """Divides the kernels' seconds of the slowest rank that shares the tokens by those of the mean."""
+    slowest, mean, lengths = 0.0, 0.0, subsequence_lengths(layer.units[0].unit.cfg)
+    for i, one in enumerate(layer.units):
+        seconds = [kernels_s(one.unit, met) for met in met_by_ranks(one.unit, i, lengths, sample.ends)]
+        slowest, mean = slowest + max(seconds), mean + fsum(seconds) / len(seconds)
+    return slowest / mean
+
+
+def imbalance_of_stages(got: Estimate, layer: ModelledRates) -> float:
+    """Divides the seconds of the stage that computes longest by those of the mean."""
+    cfg = got.decided
+    seconds = [depth * (layer.forward_s + layer.backward_s) for depth in cfg.depths]
+    seconds[0] += embedding_s(cfg, got.machine, got.itemsize)
+    seconds[-1] += head_s(cfg, got.machine, got.itemsize, layer.learned)
+    return max(seconds) * cfg.pp / fsum(seconds)
+
+
+def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
+    """Counts what the steps of an epoch take; {} where no speeds are known. Imbalances: the slowest over the
+    mean."""
+    cfg, micros, world = got.decided, got.decided.micro_batches(got.dp), got.world
+    if not got.seconds:
+        return {}
+    shares = batches_of(packing, cfg)
+    squares = shares[:, 2]
+    order = np.argsort(squares, kind="stable")
+    chosen = np.unique(np.linspace(0, len(order) - 1, MOST_BATCHES).round().astype(int))
+    beside_s = got.seconds["gradients and parameters"] + got.seconds["optimizer"]
+    stages = [replace(stage, totals=None) for stage in got.stages]  # of the typical batch
+    passes_s, imbalances = list[float](), list[float]()
+    for number in order[chosen].tolist():
+        sample = sample_of(packing, cfg, number)
+        layer = modelled_rates(cfg, got.machine, got.itemsize, sample)
+        assert layer is not None  # speeds are known
+        parts = step_s(stages, got.machine, world, got.itemsize, layer)
+        passes_s.append((parts["step"] - parts["gradients and parameters"] - parts["optimizer"])
+                        * got.dp / micros)
+        imbalances.append(imbalance_of_ranks(layer, sample))
+    each_s = np.interp(squares, squares[order[chosen]], passes_s)
+    steps = max(1, len(each_s) // micros)
+    of_replicas = np.resize(each_s, steps * micros).reshape(steps, micros // got.dp, got.dp).sum(1)
+    steps_s = of_replicas.max(1) + beside_s
+    share = Share(*np.resize(shares, (steps * micros, 3)).sum(0).tolist())
+    peak = got.machine.peak_flops_per_s if got.itemsize == 2 else None
+    rate = share.tokens / (world * float(steps_s.sum()))
+    assert got.layer is not None
+    return dict(sequences=len(packing), documents=int(packing.ends.sum()), tokens=int(packing.length.sum()),
+                pairs=float(packing.shares[:, 2].mean() / packing.S**2), steps=steps,
+                mean_step=float(steps_s.mean()), slowest_step=float(steps_s.max()),
+                slowest=int(steps_s.argmax()), tgs=rate,
+                mfu=mfu(cfg, rate, peak, model_flops(cfg, *share) / share.tokens),
+                imbalance=dict(ranks=float(np.mean(imbalances)),
+                               replicas=float((of_replicas.max(1) / of_replicas.mean(1)).mean()),
+                               stages=imbalance_of_stages(got, got.layer)))
+
+
+def lines_of(found: JsonObject, S: int) -> list[str]:
+    """Writes what by_lengths() found."""
+    if not found:
+        return []
+    room, among = found["sequences"] * S, found["imbalance"]
+    return [f"documents   {found['tokens']:,} tokens of {found['documents']:,} documents in "
+            f"{found['sequences']:,} sequences, {1 - found['tokens'] / room:.1%} padding: "
+            f"{found['pairs']:.1%} of the pairs of one document a sequence",
+            f"            step {found['mean_step']:.4g} s in the mean of {found['steps']:,}, the slowest "
+            f"{found['slowest_step']:.4g} s (step {found['slowest']:,}); MFU {percent(found['mfu'])}, "
+            f"TGS {found['tgs']:,.1f}",
+            f"            the slowest over the mean: ranks that share tokens {among['ranks']:.2f}, replicas "
+            f"{among['replicas']:.2f}, stages {among['stages']:.2f}"]

@@ -1,0 +1,57 @@
+"""What attention does of a batch of packed documents: counted from its tiles (memo/layer/tiles.py)."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from memo.estimate.roofline import Calls, Met, Unit, kernels_s
+from memo.layer.tiles import Meeting, RowOrder, documents
+
+Ends = tuple[tuple[int, ...], ...]  # of a Sample
+
+
+def slowest(u: Unit, met_by_ranks: Sequence[Met]) -> Met:
+    return max(met_by_ranks, key=lambda met: kernels_s(u, met))
+
+
+@lru_cache(16)  # the units of a batch
+def meeting_of(cp: str, ranks: int, lengths: tuple[int, ...], i: int, ends: Ends) -> Meeting:
+    order = RowOrder([(n,) for n in lengths], cp, ranks, masks=[*map(documents, ends)])
+    [meeting] = order.meetings(i, 0, lengths[i] // ranks)
+    return meeting
+
+
+def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Met]:
+    """Counts what attention of the i-th subsequence does on each rank that shares the tokens."""
+    meeting = meeting_of(u.cfg.context_parallel, u.ring, tuple(lengths), i, ends)
+    return [met_of_rank(u, meeting, rank) for rank in range(len(meeting.queries))]
+
+
+def met_of_rank(u: Unit, meeting: Meeting, rank: int) -> Met:
+    B, ranks, several = u.cfg.batch_size, len(meeting.queries), len(meeting.pieces) > 1
+    # of a pair on this rank, with all heads that it has; groups of heads take turns
+    flops = 4 * u.Q * (1 if u.ulysses else u.ring) / (u.cp * u.tp) / u.turns
+    own, earlier = Counter[Calls](), Counter[Calls]()
+    queries = keys = 0
+
+    def count(part: slice, of: int) -> int:
+        start, end, _ = part.indices(of)
+        return end - start
+    for distance in range(ranks):
+        other = (rank - distance) % ranks
+        # of a whole sequence keys come by, of several subsequences queries
+        at, source = (other, rank) if several else (rank, other)
+        for piece, tiles in zip(meeting.pieces, meeting.tiles(at, source), strict=True):
+            held = sum(end - first for first, end in piece[source])
+            for tile in tiles:
+                n, m, of = count(tile.queries, meeting.rows), count(tile.keys, held), count(tile.of, B)
+                pairs = of * n * (n / 2 if tile.causal else m)
+                (own if piece is meeting.pieces[-1] else earlier)[
+                    Calls(flops * pairs, m, not tile.causal)] += u.turns
+                queries, keys = queries + of * n, keys + of * m
+    of_rows = queries / (B * meeting.rows)
+    mine, before = ([one._replace(times=times) for one, times in of.items()] for of in (own, earlier))
+    # alone each part of a result goes to its place; else all are merged
+    alone = ranks == 1 and not several
+    return Met(mine, before, len(meeting.distances), 0 if alone else of_rows, of_rows,
+               keys / (B * meeting.rows), alone)
