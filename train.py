@@ -81,8 +81,8 @@ def set_up(argv: list[str], launch: Launch, host: Axis) -> Run:
 
     # measures a layer and both copies, sets alpha, takes buffers and slab: model.swap (memory/buffers.py)
     with naming_region(decided.expected, device, "rounding_buffers"):
-        machine = decided.expected.machine if decided.expected else None
-        decision = reserve.reserve_activations(cfg, model, decided.host_limit_bytes, machine=machine)
+        decision = reserve.reserve_activations(cfg, model, decided.host_limit_bytes, machine=decided.machine,
+                                               data=decided.data)
     # rehearses a layer of each kind, and gives temporary tensors addresses
     with naming_region(decided.expected, device, "transient"):
         reserve.plan_memory(cfg, model)

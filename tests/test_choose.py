@@ -332,7 +332,7 @@ def test_no_timing_changes_a_bit_of_a_run(dataset, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize("stages,said", [({}, ""), (dict(pp="auto"), " --pp=1")])
 def test_a_run_goes_on_where_the_estimate_fails(dataset, tmp_path, monkeypatch, capsys, stages, said):
     def fails(error):
-        def chosen(*_):
+        def chosen(*_, **more):
             raise error
         monkeypatch.setattr("memo.run.prepare.choose_fastest", chosen)
     monkeypatch.setattr("memo.decide.choose.LEAST_TOKENS", 128)
@@ -366,7 +366,7 @@ def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, mon
     train.main(argv(dataset, tmp_path, **ONE, max_iters=2, save_interval=1))
     (tmp_path / "ckpt/2/checkpoint.json").write_text("damaged")
 
-    def chosen(*_):
+    def chosen(*_, **more):
         raise ConfigError("the last check")
     monkeypatch.setattr("memo.run.prepare.choose_fastest", chosen)
     with pytest.raises(ConfigError, match="^the last check$"):
@@ -378,7 +378,7 @@ def test_what_is_wrong_is_said_before_anything_is_touched(dataset, tmp_path, mon
 def test_a_resumed_run_keeps_what_was_chosen(dataset, tmp_path, monkeypatch, capsys):
     """And its losses are to the last bit those of a run that was never stopped."""
     def toss(n):
-        def chosen(cfg, machine, world):
+        def chosen(cfg, machine, world, **more):
             one = replace(cfg, subsequences=n, subsequence_cut="flops", unit_order="layer",
                           states="device")
             return estimate(one, machine, world, fast_arena).but(chosen="tossed")

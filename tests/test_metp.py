@@ -78,7 +78,8 @@ def test_its_halves_are_those_of_torchs_own_layer(p):
 class Line(Axis):
     """Four ranks. `log`: what happens to messages, whose n-th brings part n."""
 
-    def shift(self, *part):
+    def shift(self, *part, by):
+        assert by == 1
         if part == ("own",):
             self.log, self.n = [], 0
         else:

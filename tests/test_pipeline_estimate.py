@@ -138,7 +138,7 @@ def fed(pp, N, layers=2, **keys):
                                 vocab_size=1, n_embd=512, batch_size=4) | keys)
     unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0,
                            attention_kernels_s=1.0, messages_s=0.0)
-    layer = SimpleNamespace(units=[unit] * N)
+    layer = SimpleNamespace(units=[unit] * N, learned=1.0)
     stages = []
     for one in cfg.every_stage:
         assert len(one.layers) == layers

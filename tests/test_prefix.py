@@ -292,7 +292,7 @@ def behind_a_hole(i, j):
 def over_masks(host, kind):
     """Documents, and a hole, over pieces and over a whole sequence. `host`: an Axis."""
     axis = Axis("cp", host.size, host.rank, host.group)
-    short, long = documents((1, 2, 20, 33, 70, 95)), documents((80,))
+    short, long = documents((1, 2, 20, 33, 70, 95, 96)), documents((80, 96))
     hole = Mask((24, 52), behind_a_hole)
     for cut, masks in product(((96,), (48, 16, 32)), ([short], [hole], [short, long], [long, CAUSAL])):
         order, whole = replace(order_of(cut, axis, kind), masks=masks), tensors(96, 2)

@@ -72,6 +72,17 @@ class Packing:
         """Counts what `count` sequences of a run hold together, from number `first` on."""
         return Share(*self.shares[self.numbers(first, count, seed)].sum(0).tolist())
 
+    def batches(self, B: int, seed: int) -> np.ndarray:
+        """Counts the Share of each micro batch of B sequences of a run's first epoch: (batches, 3)."""
+        count = max(1, len(self) // B)
+        shares: np.ndarray = self.shares[self.numbers(0, count * B, seed)].reshape(count, B, 3).sum(1)
+        return shares
+
+    def typical(self, B: int, seed: int) -> int:
+        """Finds the micro batch of the first epoch whose pairs are nearest to the mean."""
+        squares = self.batches(B, seed)[:, 2]
+        return int(np.abs(squares - squares.mean()).argmin())
+
 
 def ends_of(pieces: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
     """Lists where the pieces of a sequence end in it."""

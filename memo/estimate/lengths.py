@@ -45,14 +45,6 @@ def read_lengths(text: str, cfg: Config) -> Packing:
     return pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
 
 
-def batches_of(packing: Packing, cfg: Config) -> np.ndarray:
-    """Counts the Share of each micro batch of a run's first epoch: (batches, 3)."""
-    count = max(1, len(packing) // cfg.batch_size)
-    numbers = packing.numbers(0, count * cfg.batch_size, cfg.seed)
-    shares: np.ndarray = packing.shares[numbers].reshape(count, cfg.batch_size, 3).sum(1)
-    return shares
-
-
 def sample_of(packing: Packing, cfg: Config, number: int) -> Sample:
     """Describes a micro batch of a run by its number."""
     numbers = packing.numbers(number * cfg.batch_size, cfg.batch_size, cfg.seed)
@@ -61,9 +53,8 @@ def sample_of(packing: Packing, cfg: Config, number: int) -> Sample:
 
 
 def typical(packing: Packing, cfg: Config) -> Sample:
-    """Describes the micro batch of the first epoch whose pairs are nearest to the mean."""
-    squares = batches_of(packing, cfg)[:, 2]
-    return sample_of(packing, cfg, int(np.abs(squares - squares.mean()).argmin()))
+    """Describes the micro batch that stands for all, by which alpha is chosen."""
+    return sample_of(packing, cfg, packing.typical(cfg.batch_size, cfg.seed))
 
 
 def imbalance_of_ranks(layer: ModelledRates, sample: Sample) -> float:
@@ -90,7 +81,7 @@ def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
     cfg, micros, world = got.decided, got.decided.micro_batches(got.dp), got.world
     if not got.seconds:
         return {}
-    shares = batches_of(packing, cfg)
+    shares = packing.batches(cfg.batch_size, cfg.seed)
     squares = shares[:, 2]
     order = np.argsort(squares, kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, MOST_BATCHES).round().astype(int))

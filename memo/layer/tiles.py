@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -50,8 +50,13 @@ class Mask(NamedTuple):
 
     def meets(self, queries: Range, keys: Range) -> bool:
         """Says whether any of the queries sees any of the keys; neither range is within the other."""
-        first, last = queries[0], keys[1] - 1
-        return last < first < self.end and self.sees(*(bisect_right(self.borders, t) for t in (first, last)))
+        if not keys[1] <= queries[0] < self.end:
+            return False
+        theirs, own = (range(bisect_right(self.borders, first), bisect_right(self.borders, end - 1) + 1)
+                       for first, end in (keys, queries))
+        if self.sees is operator.eq:  # the last key's part is the first query's, or none is another's
+            return own[0] == theirs[-1]
+        return any(self.sees(*pair) for pair in product(own, theirs))
 
 
 CAUSAL = Mask()

@@ -26,6 +26,7 @@ from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import check_matmul
 from memo.kernels.matmul import accumulate_product, product
 from memo.kernels.ops import gelu_backward, gelu_forward, resolve_ops
+from memo.layer.tiles import Packed
 from memo.memory.buffers import Swap, copy_bytes
 from memo.memory.slab import HostSlab, available
 from memo.parallel.mesh import ALONE
@@ -345,12 +346,18 @@ def measured_states(model: Model) -> StateSeconds:
     return found
 
 
-def measure(model: Model, pin: bool) -> Rates:
-    """Measures the Rates of a layer, of the slowest of the peers; all ranks copy at once."""
+def measure(model: Model, pin: bool, typical: Packed | None = None) -> Rates:
+    """Measures the Rates of a layer, of the slowest of the peers; all ranks copy at once. `typical`: with
+    documents, of a batch: seconds are its, memory is that of the worst, one document a sequence."""
     swap, peers = model.swap, model.mesh.peers
     synchronize(model.device)
     swap.streams.timeline.take()
+    if typical:
+        model.meet(model.one_document())
     units, transient = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
+    if typical:
+        model.meet(typical)
+        units, _ = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
     buffer = max(swap.buffers.values(), key=len)
     rates = copy_rates(buffer, swap.streams, pin, model.mesh.host)
     offload, prefetch = peers.max(*(-rate for rate in rates))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.kernels.backends import workspaces
-from memo.layer.tiles import Batch, Packed
+from memo.layer.tiles import Batch
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
@@ -62,7 +62,7 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     # with documents the head's requests are others; a sequence is rehearsed as one
     batch, learned = Batch(tokens, tokens), B * T if model.cfg.documents else 0
     if learned:
-        batch = model.on_device(Batch(tokens, tokens.cpu(), Packed(tokens % T, ((T * model.cfg.cp,),) * B)))
+        batch = model.on_device(Batch(tokens, tokens.cpu(), model.one_document()))
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from memo.config.layout import Layout
+from memo.data.batch import Data
 from memo.decide import where
 from memo.decide.pipeline import shared, with_bubbles
 from memo.decide.where import Decision, Rates, Room, StageFacts, problem_of, swaps_layers, ways_of
@@ -110,9 +111,10 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
 
 
 def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
-                        machine: Machine | None = None) -> Decision:
+                        machine: Machine | None = None, data: Data | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
-    call it and measure at once. `limit`: host_limit(); `machine`: for msp. Errors: OutOfHostMemory."""
+    call it and measure at once. `limit`: host_limit(); `machine`: for msp; `data`: a typical batch of its
+    documents is measured. Errors: OutOfHostMemory."""
     B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
     limit = -int(*peers.max(-limit))
@@ -125,7 +127,11 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
-        rates = measure(model, pin)
+        typical = None
+        if cfg.documents and data:
+            first = data.packings["train"].typical(B, cfg.seed) * B
+            typical = model.on_device(data.packed_batch("train", first, B, cfg.seed, model.order)).packed
+        rates = measure(model, pin, typical)
         model.grads.zero_()
         model.close()
         if cfg.layers_come:
@@ -142,9 +148,9 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         together = with_bubbles(stages, [one.alone() for one in stages])
         if cfg.msp:
             named = replace(cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
-            typical = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
+            of_type = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
                 facts, cfg=named, rates=None)
-            together = shared(stages, together, host.objects(typical)[::peers.size])
+            together = shared(stages, together, host.objects(of_type)[::peers.size])
             shares = tuple(piece for one in together for piece in one.placement.lent)
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)

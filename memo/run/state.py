@@ -23,12 +23,15 @@ from memo.data.batch import Data
 from memo.decide.where import Decision
 from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.budget import Estimate
+from memo.estimate.lengths import typical
 from memo.estimate.regions import Line
+from memo.estimate.roofline import Sample
 from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.files import NEW, plain_name, read_text, regular
+from memo.system.hardware import Machine
 
 LOCK = ".lock"
 
@@ -50,6 +53,11 @@ class Checked:
     kernels: Keys  # keys that name those of the run
     origin: dict[str, object]  # what its numbers come from beside its keys: see origin.code()
 
+    @property
+    def sample(self) -> Sample | None:
+        """Describes a typical micro batch of documents."""
+        return typical(self.data.packings["train"], self.cfg) if self.cfg.documents else None
+
 
 @dataclass(kw_only=True)
 class Decided(Checked):
@@ -61,6 +69,10 @@ class Decided(Checked):
     asked: Keys = field(default_factory=dict)  # keys that cfg has numbers for: they were auto
     owner: str = ""  # the text of out/.lock, the same on all ranks
     lock: IO | None = None  # out/.lock, open on rank 0
+
+    @property
+    def machine(self) -> Machine | None:
+        return self.expected.machine if self.expected else None
 
 
 @dataclass(kw_only=True)

@@ -181,6 +181,12 @@ class Model(Parameters):
             self.swap.close()
         self.shape, self.taken = (0, 0), None
 
+    def one_document(self) -> Packed:
+        """Makes the Packed of a batch whose sequences are one document each: the worst there is."""
+        B, T = self.shape
+        positions = torch.cat(self.order.positions()).to(self.device).repeat(B, 1)
+        return Packed(positions, ((T * self.cfg.cp,),) * B)
+
     def on_device(self, batch: Batch) -> Batch:
         """Copies a batch to the device; with documents the head's rows are found before."""
         move = partial(to_device, device=self.device, pin=self.cfg.pin_memory)
