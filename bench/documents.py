@@ -3,11 +3,16 @@
     python -m bench.documents curves   300 steps each way, then losses by position within validation documents
     python -m bench.documents cost     CPU seconds of a pass whose sequences are one document each, over one
                                        without documents, in turns; and of one with as many as they hold
+    python -m bench.documents batches  ten batches each of five kinds of lengths: requests that the memory
+                                       plan missed, CPU seconds of a pass over those of the estimate, after
+                                       python -m memo.profiler --calibrate; and with fewer learned tokens
 
-Without an argument both. Writes bench/results/documents.json and .png. Data: python data/stdlib/prepare.py.
+Without an argument all. Writes bench/results/documents.json and .png. Data: python data/stdlib/prepare.py.
 """
 
+import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -21,12 +26,21 @@ from bench.parallel_convergence import train
 from bench.swap_convergence import curve
 from memo.config.layout import Layout
 from memo.data.batch import open_dataset, read_starts
+from memo.data.tokens import DTYPES, STARTS, WEIGHTS
+from memo.estimate.arena import fast_arena
+from memo.estimate.budget import estimate
+from memo.estimate.lengths import sample_of, typical
+from memo.estimate.pipeline_seconds import step_s
+from memo.estimate.unit_seconds import modelled_rates
 from memo.evaluate import token_losses
 from memo.layer.tiles import Batch, Packed, row_order
 from memo.parallel.mesh import ALONE
+from memo.planner.allocator import Arena
 from memo.plots.figures import plain, smooth
+from memo.run import reserve
 from memo.sample import load_model
 from memo.states.passes import Model
+from memo.system.hardware import machine as machine_here
 from model import GPT
 
 RESULTS, CPU = Path(__file__).parent / "results", torch.device("cpu")
@@ -35,6 +49,9 @@ MODEL = dict(n_layer=4, n_head=4, n_embd=128, block_size=S, batch_size=1, datase
              max_iters=300, learning_rate=2e-3, warmup_iters=20, eval_interval=100, eval_iters=4,
              save_interval=0, subsequences=1)
 WAYS = {"windows": {}, "documents": dict(documents=True)}
+VOCAB = 4096
+WIDE = dict(n_layer=4, n_head=4, n_embd=256, vocab_size=VOCAB, block_size=S, batch_size=1, documents=True,
+            norm="rmsnorm", mlp="swiglu", activation="keep", subsequences=1)
 EDGES = [0, 64, 256, 1024, S]  # of positions in a document
 
 
@@ -88,6 +105,68 @@ def cost(rounds):
         documents=[len(ends) for ends in drawn.packed.ends])
 
 
+def write_dataset(folder, lengths, learned=1.0):
+    """A dataset whose documents have these lengths, of random tokens, of which a part is learned."""
+    folder.mkdir()
+    rng, n = np.random.default_rng(3), int(sum(lengths))
+    counts = {split: dict(tokens=n, documents=len(lengths)) for split in STARTS}
+    for split in STARTS:
+        rng.integers(VOCAB, size=n).astype(DTYPES["uint16"]).tofile(folder / f"{split}.bin")
+        (np.cumsum(lengths) - lengths).astype("<i8").tofile(folder / STARTS[split])
+        (rng.random(n) < learned).astype(np.uint8).tofile(folder / WEIGHTS[split])
+    (folder / "meta.json").write_text(json.dumps(dict(
+        dtype="uint16", vocab_size=VOCAB, counts=counts, documents=STARTS, weights=WEIGHTS)))
+    return str(folder)
+
+
+def kinds_of_lengths():
+    rng = np.random.default_rng(2)
+    return {"alike": np.full(2000, 300), "from 1 to 64": rng.integers(1, 65, 4000),
+            "lognormal": np.maximum(1, rng.lognormal(6, 1.5, 400)).astype(np.int64),
+            "longer than a sequence": rng.integers(S, 5 * S, 30),
+            "books and pages": rng.permutation([*[3 * S // 5] * 20, *[200] * 300])}
+
+
+def passes(folder, count, rounds):
+    """Of the first batches of a dataset CPU seconds of a pass, and these over the estimate's; and the memory
+    plan's misses and plans."""
+    cfg = Layout(**WIDE)
+    data, model = open_dataset(folder, S, ("train",), packs="best_fit"), Model(GPT, cfg, CPU, torch.float32)
+    model.params.normal_(std=0.02)
+    model.reserve(1, S)
+    model.arena = Arena(CPU, "greedy")
+    model.arena.replay(reserve.requests_of_a_step(model, model.arena))
+    packing, order, here = data.packings["train"], row_order(cfg, S, ALONE), machine_here("here")
+    got, found = estimate(cfg, here, 1, fast_arena, typical(packing, cfg)), []
+    stages = [replace(stage, totals=None) for stage in got.stages]
+    for step in range(count):
+        batch = model.on_device(data.draw(cfg, "train", step, 0, 1, order))
+        seconds = []
+        for _ in range(rounds + 1):
+            begin = process_time()
+            model.forward(*batch, scale=1.0, learned=S)
+            model.backward()
+            seconds.append(process_time() - begin)
+        parts = step_s(stages, here, 1, 4, modelled_rates(cfg, here, 4, sample_of(packing, cfg, step)))
+        expected = parts["step"] - parts["gradients and parameters"] - parts["optimizer"]
+        found.append((min(seconds[1:]), expected))
+    return dict(over_estimate=[s / expected for s, expected in found], seconds=[s for s, _ in found],
+                misses=model.arena.stats().misses, plans=len(model.arena.plans))
+
+
+def batches(rounds):
+    with tempfile.TemporaryDirectory() as scratch:
+        found = {name: passes(write_dataset(Path(scratch) / name, lengths), 10, rounds)
+                 for name, lengths in kinds_of_lengths().items()}
+        learned = {share: passes(write_dataset(Path(scratch) / str(share), np.full(2000, 300), share), 2,
+                                 rounds) for share in (1.0, 0.5, 0.1)}
+    for of in found.values():
+        of["worst"] = max(of["over_estimate"], key=lambda ratio: abs(ratio - 1))
+        of["mean"] = sum(of["seconds"]) / sum(s / r for s, r in zip(of["seconds"], of["over_estimate"],
+                                                                      strict=True))
+    return dict(model=WIDE, kinds=found, learned={str(share): of for share, of in learned.items()})
+
+
 def draw(found):
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 4), dpi=130, layout="constrained")
     for name, run in found["runs"].items():
@@ -103,7 +182,8 @@ def draw(found):
 
 
 if __name__ == "__main__":
-    found = store_parts(__doc__, RESULTS / "documents.json", dict(curves=curves, cost=cost))
+    found = store_parts(__doc__, RESULTS / "documents.json", dict(curves=curves, cost=cost,
+                                                                      batches=batches))
     if "curves" in found:
         draw(found["curves"])
     print(*found.get("cost", {}).items(), sep="\n")

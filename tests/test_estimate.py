@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from memo import profiler
 from memo.config.config import Config
 from memo.config.layer import groups_of, n_rows, tensors_of
 from memo.config.layout import Layout
+from memo.data.packing import Share
 from memo.decide.choose import Judged
 from memo.decide.step_seconds import step_seconds
 from memo.decide.where import Decision
@@ -28,8 +30,9 @@ from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import arena, budget, regions, report, roofline, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
+from memo.estimate.packed import met_by_ranks
 from memo.estimate.regions import granting
-from memo.estimate.roofline import REST, Before, one_document, total, ulysses
+from memo.estimate.roofline import REST, Before, Sample, one_document, total, ulysses
 from memo.estimate.unit_seconds import Block, UnitSeconds, modelled_rates
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
@@ -768,6 +771,9 @@ def test_search_takes_the_configs_number_of_ranks(capsys):
     (("--gpu=a800-80gb", "--n_layr=3"), r"unknown key 'n_layr'; did you mean 'n_layer'\?"),
     (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"),
      r"^error: vocab_size=0 must be known without a dataset"),
+    (("--gpu=a800-80gb", "--lengths=nowhere"), r"^error: --lengths=nowhere must be a dataset's folder, or "),
+    (("--gpu=a800-80gb", "--lengths=500,0"), r"^error: --lengths=500,0 must be lengths from 1 to 2\*\*40"),
+    (("--gpu=a800-80gb", "--lengths=5x999999999"), r"^error: --lengths=.* of 100,000,000 documents at most"),
     (("--gpu=here", "--gpus=8"),
      r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
 ])
@@ -775,6 +781,41 @@ def test_bad_input_is_a_line(argv, says, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = command("config/7b_1m.py", *argv, capsys=capsys)
     assert code == 2 and not out and re.search(says, err) and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("keys", [
+    dict(), dict(cp=4), dict(cp=4, subsequences=3), dict(cp=2, context_parallel="ulysses", tp=2),
+    dict(cp=2, tp=2, subsequences=2, **METP), dict(subsequences=4)])
+def test_what_documents_cost_is_counted_from_their_pairs(keys):
+    """On all ranks together, whatever the layout: as many FLOPs as the documents alone have; padding none."""
+    S, lengths = 768 * 512, ([153600, 1, 30720, 102399, 4096, 102400], [256000, 9000])
+    cfg = Layout(n_layer=2, n_head=8, n_embd=512, block_size=S, vocab_size=512, batch_size=2, documents=True,
+                 **dict(subsequences=1) | keys)
+    ends = tuple(tuple(np.cumsum(of).tolist()) for of in lengths)
+    layer = modelled_rates(cfg, H100, 2, Sample(ends, Share(658216, 658208, 1)))
+    cuts, flops = [unit.unit.S for unit in layer.units], 0.0
+    for i, unit in enumerate(layer.units):
+        met = met_by_ranks(unit.unit, i, cuts, ends)
+        same = cfg.tp * (cfg.cp if cfg.context_parallel == "ulysses" else 1) // (cfg.tp if cfg.metp else 1)
+        flops += same * sum(calls.times * calls.flops for of in met for calls in (*of.own, *of.earlier))
+    assert flops == pytest.approx(4 * cfg.n_embd * sum(n * n / 2 for of in lengths for n in of))
+    assert layer.learned == 658208 / (2 * S)
+    one = modelled_rates(cfg, H100, 2, Sample(((S,), (S,)), Share(2 * S, 2 * S, 1)))
+    for mine, whole in zip(one.units, modelled_rates(cfg, H100, 2).units, strict=True):
+        assert mine.attention_kernels_s == pytest.approx(whole.attention_kernels_s, rel=0.05)
+
+
+def test_lengths_give_the_mean_and_the_slowest_step(capsys):
+    argv = [*ONE, "config/7b_1m.py", "--gpus=8", "--gpu=h100-80gb", "--fast", "--documents=true"]
+    code, out, _ = command(*argv, "--json", "--lengths=300000,2000x4000,500x20000", capsys=capsys)
+    found = json.loads(out)["documents"]
+    assert found["documents"] == 24001 and found["tokens"] == 18300000
+    assert found["mean_step"] <= found["slowest_step"] < json.loads(
+        command(*argv, "--json", capsys=capsys)[1])["seconds"]["step"] / 5
+    assert min(found["imbalance"].values()) >= 1
+    one = json.loads(command(*argv, "--json", "--lengths=1048576x8", capsys=capsys)[1])
+    assert one["documents"]["mean_step"] == pytest.approx(one["seconds"]["step"])
+    assert code == 0 and "in the mean of" in command(*argv, "--lengths=stdlib", capsys=capsys)[1]
 
 
 def test_a_model_larger_than_all_devices_says_by_how_much(capsys):
