@@ -1,6 +1,7 @@
 """What tests of documents share: a dataset of them, a step through it, and its documents one by one."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -69,6 +70,23 @@ def packed_gradients(host, cfgs, folder):
         shard = torch.cat([model.grads[own.start:own.end] for own in optimizer.own])
         made.append((loss.item(), norm.item(), whole(optimizer, shard), arena.stats().misses, sent))
         model.close()
+    return made
+
+
+def trained_anywhere(host, cfg, folder, places):
+    """[(loss, norm) of three steps] with the states in each of these places."""
+    mesh, made = mesh_of(host, replace(cfg, states="host")), []
+    data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
+    for where in places:
+        model, optimizer = build(replace(cfg, states=where), mesh)
+        shown = []
+        for it in range(3):
+            loss = packed_step(model, optimizer, cfg, data, it)
+            shown.append((loss.item(), optimizer.clip(0.1).item()))
+            optimizer.step(1e-2)
+        optimizer.pieces()  # behind the last step
+        model.close()
+        made.append(shown)
     return made
 
 

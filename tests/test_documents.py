@@ -17,8 +17,19 @@ from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
 from memo.layer.tiles import row_order
 from memo.parallel.mesh import ALONE
+from testing.ranks import pool
+from tests.helpers import degrees_of
 from tests.layouts import agree, assembled, build, layout_keys, on_ranks
-from tests.packed import FAMILIES, KEYS, LENGTHS, MODES, of_documents, packed_gradients, write_folder
+from tests.packed import (
+    FAMILIES,
+    KEYS,
+    LENGTHS,
+    MODES,
+    of_documents,
+    packed_gradients,
+    trained_anywhere,
+    write_folder,
+)
 
 # --- packing ---
 
@@ -192,6 +203,21 @@ def test_every_layout_gives_the_gradients_of_the_documents(folder, text, kind, m
     assert other[:2] == first[:2]
     assert other[3] == first[3] == 0, "requests that missed the memory plan"
     assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("text,kind,more", [
+    ("dp2", "ring", {}), ("tp2 cp2", "ring", dict(subsequences=4)), ("cp2", "ulysses", {}),
+    ("tp2", "metp", {})])
+def test_where_states_are_changes_no_bit_of_documents(folder, text, kind, more):
+    size = degrees_of(text)  # sums of several micro batches are made in another order
+    cfg = Layout(**KEYS | FAMILIES["qwen"] | layout_keys(text, kind) | more | dict(
+        gradient_accumulation_steps=size["dp"]))
+    for device, *others in pool(size["tp"] * size["cp"] * size["dp"]).run(
+            trained_anywhere, cfg, folder, ("device", "sharded", "host")):
+        assert others == [device, device]
+        assert len({norm for _, norm in device}) == 3
 
 
 @pytest.mark.slow
