@@ -15,7 +15,7 @@ from memo.errors import ConfigError, RunFailed
 from memo.run.load_config import load_config
 from memo.system.command import run
 from memo.verify import ranks
-from memo.verify.__main__ import main, read_argv, to_verify
+from memo.verify.__main__ import main, read_argv
 from memo.verify.compare import within, worst_of
 from memo.verify.ranks import run_ranks
 from memo.verify.shrink import cut_degrees, shrink
@@ -32,7 +32,7 @@ SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=256", "--subs
 def test_a_preset_is_cut_and_keeps_its_structure(preset):
     cfg = load_config([str(preset)])
     world = cfg.tp * cfg.cp * (1 if cfg.pp == "auto" else cfg.pp)
-    small, _, split, n, cut = to_verify(cfg, world, full=False)  # whose rules Config checks
+    small, _, split, n, cut = shrink(cfg, world)  # whose rules Config checks
     assert n == small.tp * small.cp * small.pp <= 8 and split in (32, 256)
     for key in ("n_head", "kv_heads", "norm", "mlp", "bias", "position", "rope_scaling", "tie_embeddings",
                 "alpha", "tensor_parallel", "context_parallel", "activation", "msp", "states"):
@@ -45,9 +45,9 @@ def test_a_preset_is_cut_and_keeps_its_structure(preset):
 
 def test_full_keeps_widths_and_says_what_it_cuts():
     cfg = Config(n_embd=128, n_head=4, vocab_size=1000, block_size=65536, n_layer=12)
-    keys, _, _, cut = shrink(cfg, 1, full=True)
-    assert not {"n_embd", "vocab_size"} & set(keys)
-    assert cut == ["n_layer 12 -> 4", "block_size 65536 -> 1536"]
+    cut = shrink(cfg, 1, full=True)
+    assert (cut.cfg.n_embd, cut.cfg.vocab_size) == (128, 1000)
+    assert cut.words == ["n_layer 12 -> 4", "block_size 65536 -> 1536"]
 
 
 @pytest.mark.parametrize("before,after", [
@@ -79,10 +79,11 @@ def test_batches_that_are_wrong_are_found(tmp_path):
     ids = np.random.default_rng(0).integers(100, size=500).astype(np.uint16)
     ids.tofile(tmp_path / "train.bin")
     tokens, targets = (torch.from_numpy(ids[i:i + 8].astype(np.int64))[None] for i in (40, 41))
+    places = torch.arange(8)[None]
     even, odd, key = torch.arange(0, 8, 2), torch.arange(1, 8, 2), ("train", 0, 0)
 
     def read(at, shift=0):
-        return at, [Read(key, torch.stack((tokens[:, at], targets[:, at] + shift)))]
+        return at, [Read(key, torch.stack((tokens[:, at], targets[:, at] + shift, places[:, at])))]
     whole, faults = put_together([read(even), read(odd)], 8, copies=1)
     assert not faults and not not_in_file(whole, tmp_path)
     assert "position 1 of step 0, micro batch 0, is read 0 times" in put_together([read(even)], 8, 1)[1][0]

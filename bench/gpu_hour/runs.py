@@ -36,6 +36,7 @@ from memo.system.hardware import peak_flops_per_s
 from memo.system.launch import read_launch
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
+from testing.gradients import worst_gradient
 
 LEARNING_RATE = 1e-5
 
@@ -132,7 +133,7 @@ class Plain(Reference):
         return self
 
     def forward(self, tokens, targets):
-        x, cos, sin = self.embed(tokens)
+        x, cos, sin = self.embed(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
         if self.kind == "plain":
             for block in self.h:
                 x = block(x, cos, sin)
@@ -353,7 +354,7 @@ def check(notes, cfg):
             for batch in batches:  # the host waits for none of them: each meets the copies of the one before
                 loss = model.forward(*batch, scale=1.0)
                 model.backward()
-            error, of = twin.worst_gradient(views(model.layout, model.grads))
+            error, of = worst_gradient(twin, views(model.layout, model.grads))
             notes.line(f"{name} {placement}: gradient of {of}", error, 3e-2, "away", error <= 3e-2)
             away = abs(loss.item() - want.item())
             notes.line(f"{name} {placement}: loss {want.item():.5f}", away, 1e-2, "away",

@@ -13,17 +13,15 @@ own file; a resumed run and an exported one with that. It ends with the first ch
 Exit code 0: all is right; 1: a check failed, its line comes first; 2: bad input."""
 
 import sys
-from dataclasses import replace
 
 from memo.config.config import Config
 from memo.config.keys import Keys, option, typed
 from memo.errors import ConfigError
 from memo.run.load_config import load_keys
 from memo.system.command import answer_early, check_alone, run
-from memo.verify.shrink import shrink
 
 GPUS = option("--gpus", int, least=1, most=2**20, why="no cluster has as many")
-FLAGS = ("full", "json")
+FLAGS = ("--full", "--json")
 
 
 def read_argv(argv: list[str]) -> tuple[Config, int, Keys]:
@@ -32,15 +30,13 @@ def read_argv(argv: list[str]) -> tuple[Config, int, Keys]:
         print(__doc__)
         sys.exit()
     check_alone("python -m memo.verify")
-    flags = {name: f"--{name}" in argv for name in FLAGS}
     given = [arg for arg in argv if arg.startswith("--gpus=")]
-    rest = [arg for arg in argv if arg not in given and arg not in {f"--{name}" for name in FLAGS}]
-    cfg = Config(**load_keys(rest))
+    cfg = Config(**load_keys([arg for arg in argv if arg not in (*given, *FLAGS)]))
     ranks = cfg.tp * cfg.cp * (1 if cfg.pp == "auto" else cfg.pp)
     world = typed(GPUS, given[-1].partition("=")[2], "--") if given else ranks
     if world < 1 or world % ranks:
         raise ConfigError(f"--gpus={world} must be a multiple of pp*tp*cp={ranks}")
-    return cfg, world, flags
+    return cfg, world, {flag: flag in argv for flag in FLAGS}
 
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
@@ -48,62 +44,30 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import json
 import time
-from functools import partial
 
-from memo.system.axis import Axis
 from memo.verify.checks import Checks
 from memo.verify.compare import Finding
-from memo.verify.ranks import Told, run_ranks
-
-
-def to_verify(cfg: Config, world: int, full: bool) -> tuple[Config, Keys, int, int, list[str]]:
-    """Cuts a run -> (the config to verify, in fp32; keys of its own precision, {} where that is fp32; rows
-    that are swapped in multiples; ranks; what was cut). Errors: ConfigError."""
-    keys, ranks, split, cut = shrink(cfg, world, full)
-    cuda = cfg.device == "cuda"
-    faster = max(1.0, 1e-3 / cfg.learning_rate) if cfg.learning_rate else 1.0  # above the rounding of weights
-    low = {}
-    if cfg.matmul == "fp8" or cfg.dtype == "bfloat16" or (cuda and cfg.dtype == "auto"):
-        low = dict(dtype="bfloat16" if cfg.dtype != "float32" else "float32", matmul=cfg.matmul)
-        low |= dict(attention=cfg.attention) if cuda else {}
-    small = replace(
-        cfg, **keys, device="cuda" if cuda else "cpu", dtype="float32", matmul="bf16", init_from="scratch",
-        eval_interval=2, eval_iters=2, save_interval=2, max_iters=3, warmup_iters=min(2, cfg.warmup_iters),
-        lr_decay_iters=0, log_interval=1, keep_checkpoints=3, stall_timeout=0.0, wandb_log=False,
-        check_data=False, documents=False, pack="best_fit", learning_rate=cfg.learning_rate * faster,
-        min_lr=cfg.min_lr * faster, attention=cfg.attention if cfg.attention == "math" else "auto",
-        ops=cfg.ops if cuda else "auto", memory_plan_check=cfg.memory_plan != "off")
-    if cfg.host_memory_gb != "auto":
-        small = replace(small, host_memory_gb=16.0)
-    if cfg.documents:
-        cut.append("documents=true -> false: masks of documents are not verified yet")
-    if cfg.pp == "auto":
-        small = replace(small, pp=1)
-        cut.append("pp=auto -> 1: give --pp= of the run")
-    return small, low, split, ranks, cut
-
-
-def work(asked: Config, small: Config, low: Keys, split: int, host: Axis, told: Told) -> None:
-    Checks(asked, small, low, split, host, told).run()
+from memo.verify.ranks import run_ranks
+from memo.verify.shrink import shrink
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line -> the exit code. Errors: ConfigError."""
     cfg, world, flags = read_argv(argv)
-    small, low, split, ranks, cut = to_verify(cfg, world, flags["full"])
-    found, began = list[Finding](), time.monotonic()
-    where = f"{ranks} rank{'s' * (ranks > 1)} on {'GPUs' if small.device == 'cuda' else 'the CPU'}"
-    run_ranks(partial(work, cfg, small, low, split), ranks, found.append)
-    failed = [f for f in found if not f.right]
-    if flags["json"]:
-        print(json.dumps(dict(right=not failed, ranks=ranks, cut=cut, seconds=time.monotonic() - began,
-                              checks=[f._asdict() for f in failed + [f for f in found if f.right]])))
-    else:
-        for f in failed + [f for f in found if f.right]:
-            print(f"{f.check:10} {'right ' if f.right else 'WRONG '} {f.text}")
-        print(f"{'cut':10} {where}: {', '.join(cut) or 'nothing'}")
-        print("right" if not failed else f"{len(failed)} wrong")
-    return int(bool(failed))
+    cut, every, began = shrink(cfg, world, flags["--full"]), list[Finding](), time.monotonic()
+    run_ranks(lambda host, told: Checks(cfg, cut, host, told).run(), cut.ranks, every.append)
+    every.sort(key=lambda found: found.right)  # what is wrong comes first
+    wrong = sum(not found.right for found in every)
+    if flags["--json"]:
+        print(json.dumps(dict(right=not wrong, ranks=cut.ranks, cut=cut.words,
+                              seconds=time.monotonic() - began, checks=[found._asdict() for found in every])))
+        return int(wrong > 0)
+    for found in every:
+        print(f"{found.check:10} {'right ' if found.right else 'WRONG '} {found.text}")
+    where = f"{cut.ranks} rank{'s' * (cut.ranks > 1)} on {'GPUs' if cut.cfg.device == 'cuda' else 'the CPU'}"
+    print(f"{'cut':10} {where}: {', '.join(cut.words) or 'nothing'}")
+    print(f"{wrong} wrong" if wrong else "right")
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ A finding that is wrong ends the checks: what comes later would only say so agai
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,22 +21,12 @@ from memo.decide.pipeline import even_shares
 from memo.memory.flat import model_parameters
 from memo.parallel.mesh import open_lanes
 from memo.system.axis import Axis
-from memo.verify import mechanics
-from memo.verify.compare import Finding, factor_words, none_of, place_of, relative, within, worst_of
+from memo.verify import mechanics, training
+from memo.verify.compare import Finding, factor_words, largest, none_of, place_of, relative, within, worst_of
 from memo.verify.ranks import Told
 from memo.verify.reference import Reference
-from memo.verify.shrink import PLAIN, UNIT_ROWS
+from memo.verify.shrink import PLAIN, UNIT_ROWS, Cut
 from memo.verify.steps import Opened, Part, Read, Tensors, make_data, together, weights
-from memo.verify.training import (
-    AdamW,
-    Batches,
-    backward,
-    exported_loss,
-    not_in_file,
-    odd_rates,
-    put_together,
-    without_newest,
-)
 
 # Relative bounds. fp32 has 24 bits, 6e-8: sums of a few thousand products err by 1e-6, layers by a few
 GRADIENT, LOSS = 1e-5, 2e-6
@@ -43,6 +34,7 @@ GRADIENT, LOSS = 1e-5, 2e-6
 LOW = dict(bf16=(5e-2, 2e-3), fp8=(0.4, 5e-3))  # of gradients, of the loss: bench/results/verify_fuzz.json
 # moments are linear in gradients and their squares; a step divides by a root, so that signs of noise count
 STATES = dict(exp_avg=1e-4, exp_avg_sq=1e-4, params=2e-3)
+SHOWN = dict(loss=1e-4, grad_norm=1e-3, lr=1e-9, val_loss=1e-4)  # of three steps
 NEAR_LN_V = 0.3  # nats: logits of random weights are not all 0
 
 
@@ -51,11 +43,11 @@ class Over(Exception):
 
 
 class Checks:
-    """Runs the checks on a rank. `asked`: the run's own config; `cfg`: the cut one, in fp32; `low`: keys of
-    its lower precision, or {}; `split`: rows that units are swapped in multiples of."""
+    """Runs the checks on a rank. `asked`: the run's own config."""
 
-    def __init__(self, asked: Config, cfg: Config, low: Keys, split: int, host: Axis, told: Told) -> None:
-        self.asked, self.low, self.split, self.host, self.told = asked, low, split, host, told
+    def __init__(self, asked: Config, cut: Cut, host: Axis, told: Told) -> None:
+        cfg = cut.cfg
+        self.asked, self.low, self.split, self.host, self.told = asked, cut.low, cut.split, host, told
         self.folder, self.first, self.failed = told.folder, host.rank == 0, False
         self.cuda = cfg.device == "cuda"  # where kernels have a noise of their own
         self.degrees = dict(tp=cfg.tp, cp=cfg.cp, pp=cfg.pp, dp=host.size // (cfg.tp * cfg.cp * cfg.pp))
@@ -64,9 +56,24 @@ class Checks:
         self.plain = Layout.of(replace(self.cfg, **PLAIN))
         self.split_dims = {name: p.split_dim for name, p in model_parameters(self.plain).items()}
         self.weights = weights(self.plain)
+        # where N is left to the run, it is verified with 1 and with 3
+        pieces = [dict(subsequences=n) if cfg.subsequences == "auto" else {} for n in (1, 3)]
+        self.variants: dict[str, Keys] = dict(zip(("as usual", "in small pieces"), pieces, strict=True))
         self.loss = self.norm = self.clip = 0.0  # in fp64, of the first step
         self.exact, self.wanted = Tensors(), Tensors()  # its gradients: in fp64, of one plain process
         self.reads = list[Read]()  # what this process has read
+
+    def run(self) -> None:
+        """Runs all checks, up to the first that is wrong."""
+        try:
+            if self.first:
+                make_data(self.folder / "data", self.cfg, 2 * self.micros * self.cfg.batch_size)
+            for check in (self.parts_alone, self.one_process, self.as_usual, self.in_small_pieces,
+                          self.lower_precision):
+                check()
+            self.stage("end")
+        except Over:
+            pass
 
     # --- what all checks need ---
 
@@ -82,11 +89,15 @@ class Checks:
         if any(self.told.share(self.failed)):
             raise Over
 
-    def open(self, name: str, alone: bool = False, untouched: bool = False, **keys: Any) -> Opened:
-        """Opens a run of all ranks, or `alone` of the first; `untouched`: with weights of its own."""
+    def open(self, name: str, alone: bool = False, **keys: Any) -> Opened:
+        """Opens a run of all ranks, or `alone` of the first, of one process."""
         host = Axis("host", line="all ranks") if alone else self.host
-        values = None if untouched else self.weights
-        return Opened(replace(self.cfg, **keys), self.folder / name, host, values)
+        cfg = replace(self.cfg, **PLAIN if alone else {}, grad_clip=self.clip)
+        return Opened(replace(cfg, **keys), self.folder / name, host, self.weights)
+
+    def reference(self) -> Reference:
+        """Makes the model in fp64. Of a cut run all scores fit: blocks would take ten times as long."""
+        return Reference(self.plain, torch.float64, blocked=False).load(self.weights.items())
 
     def gather(self, parts: list[Part], check: str, what: str) -> Tensors:
         """Puts all ranks' Parts together, on the first rank; {} on others, and where they do not fit."""
@@ -110,26 +121,14 @@ class Checks:
         self.say(within(check, what, abs(got - want) / max(abs(want), 1e-30), bound,
                         f"{what} is {factor_words(got, want, self.degrees)}: {got:.7g}, not {want:.7g}"))
 
-    def run(self) -> None:
-        """Runs all checks, up to the first that is wrong."""
-        try:
-            if self.first:
-                make_data(self.folder / "data", self.cfg.vocab_size, 4 * self.cfg.block_size + 2**14,
-                          self.cfg.seed)
-            for check in (self.parts_alone, self.one_process, self.layouts, self.lower_precision):
-                check()
-            self.stage("end")
-        except Over:
-            pass
+    # --- what all else rests on: attention's kernel at the run's own heads, messages ---
 
     def parts_alone(self) -> None:
-        """Tries what all else rests on: attention's kernel at the run's own heads, messages."""
         self.stage("kernels")
-        device = torch.device(self.cfg.device)
         dtype = torch.bfloat16 if self.low.get("dtype") == "bfloat16" else torch.float32
         if self.first:
             asked = replace(self.asked, attention=self.low.get("attention", self.cfg.attention))
-            self.say(none_of("kernels", mechanics.kernel_faults(asked, device, dtype),
+            self.say(none_of("kernels", mechanics.kernel_faults(asked, torch.device(self.cfg.device), dtype),
                              f"attention with heads of {self.asked.head_width}: odd lengths, far scores"))
         self.stage("messages")
         if self.host.size > 1:
@@ -140,60 +139,56 @@ class Checks:
     def one_process(self) -> None:
         """Compares one plain process with the reference in fp64, and finds what is dead in it."""
         self.stage("reference")
-        drawn = {name: w.double().sum().item()
-                 for name, w in train.initial_weights(self.plain, 1, torch.device("cpu"))}
+        drawn = Tensors(train.initial_weights(self.plain, 1, torch.device("cpu")))
+        sums = {name: w.double().sum().item() for name, w in drawn.items()}
         odd = [f"rank {rank} draws other initial weights than rank 0"
-               for rank, theirs in enumerate(self.told.share(drawn)) if theirs != drawn]
+               for rank, theirs in enumerate(self.told.share(sums)) if theirs != sums]
         self.say(none_of("alive", odd, "initial weights are the same on all ranks"))
         if self.first:
-            fresh = self.open("fresh", alone=True, untouched=True, memory_plan="off", memory_plan_check=False,
-                              **PLAIN)
-            first, expected = fresh.step()[0], math.log(self.cfg.vocab_size)
-            fresh.run.close()
-            opened = self.open("plain", alone=True, **PLAIN)
+            opened = self.open("plain", alone=True)
             loss, norm = opened.step()
-            self.wanted = together(self.plain, 1, [opened.gradients()])
-            # of a cut run all scores fit, and torch's kernel in fp64 takes a tenth of the time of blocks
-            model = Reference(self.plain, torch.float64, blocked=False).load(self.weights.items())
-            self.reads = opened.reads
-            self.loss = backward(model, [read.batch for read in self.reads])
+            self.wanted, self.reads = together(self.plain, 1, [opened.gradients()]), opened.reads
+            opened.run.close()
+            model, batches = self.reference(), [read.batch for read in self.reads]
+            self.loss = training.backward(model, batches)
             self.exact = model.gradients()
             self.norm = math.sqrt(sum(g.square().sum().item() for g in self.exact.values()))
-            opened.run.close()
             self.compare("reference", "gradients of one process", self.wanted, self.exact, GRADIENT)
             self.compare_number("reference", "the loss", loss, self.loss, LOSS)
             self.compare_number("reference", "the norm that clips", norm, self.norm, GRADIENT)
             dead = [f"gradient of {place_of(name)} is zero" for name, g in self.wanted.items() if not g.any()]
-            self.say(none_of("alive", dead, f"gradients of {len(self.wanted)} parameters"), within(
-                "alive", "first loss from ln V", abs(first - expected), NEAR_LN_V,
-                f"the first loss is {first:.4f}, far from ln V = {expected:.4f}"))
+            self.say(none_of("alive", dead, f"gradients of {len(self.wanted)} parameters"))
+            with torch.no_grad():
+                first = float(sum(training.losses(model.load(drawn.items()), batches)))
+            expected = math.log(self.cfg.vocab_size)
+            self.say(within("alive", "first loss from ln V", abs(first - expected), NEAR_LN_V,
+                            f"the first loss is {first:.4f}, far from ln V = {expected:.4f}"))
         self.clip = self.told.share(self.norm / 2 * (self.cfg.grad_clip > 0))[0]
 
     # --- layout ---
 
-    def variants(self) -> Iterator[tuple[str, Keys]]:
-        """Yields (name, keys) of the layouts to verify: where N is left to the run, with 1 and with 3."""
-        free = self.cfg.subsequences == "auto"
-        yield "as usual", dict(subsequences=1) if free else {}
-        yield "in small pieces", dict(subsequences=3) if free else {}
+    def as_usual(self) -> None:
+        """Checks the layout as it is: a step, memory, three steps of training."""
+        name, keys = "as usual", self.variants["as usual"]
+        opened = self.layout(name)
+        self.memory(opened)
+        self.three_steps(opened, name, keys)
+        opened.run.close()
 
-    def layouts(self) -> None:
-        for name, keys in self.variants():
-            self.stage(f"layout, {name}")
-            if small := name == "in small pieces":
-                mechanics.lower_thresholds(self.cfg, self.split)
-            opened = self.open(name, **keys, grad_clip=self.clip)
-            self.layout(opened, name)
-            if small:
-                self.modes(opened)
-                self.influence(opened)
-            else:
-                self.memory(opened)
-                self.training(opened, name, keys)
-            opened.run.close()
+    def in_small_pieces(self) -> None:
+        """Checks the layout in pieces as small as a long run's are: a step, modes, influence."""
+        mechanics.lower_thresholds(self.cfg, self.split)
+        opened = self.layout("in small pieces")
+        self.modes(opened)
+        self.stage("influence")
+        self.faults("influence", mechanics.influence_faults(opened.run.model, self.cfg, self.host.rank),
+                    "before a changed token all bits stay, behind it all rows change")
+        opened.run.close()
 
-    def layout(self, opened: Opened, name: str) -> None:
-        """Compares loss, gradients and norm of a layout with those of one plain process."""
+    def layout(self, name: str) -> Opened:
+        """Opens a layout; compares its loss, gradients and norm with those of one plain process."""
+        self.stage(f"layout, {name}")
+        opened = self.open(name, **self.variants[name])
         loss, norm = opened.step()
         parts = opened.gradients()
         self.data(opened, {0})
@@ -203,74 +198,76 @@ class Checks:
                for rank, pair in enumerate(shown) if pair != shown[0]]
         got = self.gather(parts, "layout", "gradient")
         self.compare("layout", f"gradients {name}", got, self.wanted, GRADIENT)
-        if self.first:
-            self.compare_number("layout", "the loss shown", loss, self.loss, 2 * LOSS)
-            self.compare_number("layout", "the norm that clips", norm, self.norm, GRADIENT)
+        self.compare_number("layout", "the loss shown", loss, self.loss, 2 * LOSS)
+        self.compare_number("layout", "the norm that clips", norm, self.norm, GRADIENT)
         self.say(none_of("layout", odd, "all ranks show the same loss"))
-        opened.update(0.0)
+        opened.run.optimizer.step(0.0)
         opened.restart()
+        return opened
 
     def memory(self, opened: Opened) -> None:
         """Compares the bytes of each region that the run holds with its own estimate."""
         held, run = Counter[str](), opened.run
         for line in run.lines:
             held[line.region] += line.device_bytes + line.host_bytes
-        wanted = {name: sum(run.expected.bytes_of(name)) for name in held} if run.expected else {}
+        # the dry run takes a sequence for one document, whose attention has fewer temporary tensors
+        known = held.keys() - {"transient"} if self.cfg.documents else held.keys()
+        wanted = {name: sum(run.expected.bytes_of(name)) for name in known} if run.expected else {}
         # a trace does not know all that kernels request, and of a cut run little is much; a bound is larger
         faults = [f"region {name} holds {held[name]} bytes on rank {self.host.rank}, estimated at {want}"
                   for name, want in wanted.items() if held[name] - want > 2**16 + 0.05 * want
                   or (name != "transient" and want - held[name] > 2**16 + 0.05 * want)]
         self.faults("memory", faults, f"{len(wanted)} regions are as large as estimated")
 
-    def data(self, opened: Opened, steps: set[int]) -> Batches:
-        """Compares what all ranks have read with the data's file -> whole batches, on the first rank."""
+    def data(self, opened: Opened, steps: set[int]) -> training.Batches:
+        """Looks at what all ranks have read in `steps` -> it, whole, on the first rank."""
         self.stage("data")
-        every = self.told.share((opened.positions(), opened.reads))
+        every = self.told.share((opened.tokens(), opened.reads))
         if not self.first:
             return {}
-        copies = self.degrees["tp"] * self.degrees["pp"]
-        whole, faults = put_together(every, self.cfg.block_size, copies)
+        S, copies = self.cfg.block_size, self.degrees["tp"] * self.degrees["pp"]
+        whole, faults = training.put_together(every, S, copies)
         faults += [f"micro batch {read.key[2]} of step 0 is not that of one process" for read in self.reads
                    if read.key in whole and not torch.equal(read.batch, whole[read.key])]
         lack = {*product(steps, range(self.micros))} - {key[1:] for key in whole if key[0] == "train"}
-        faults += not_in_file(whole, self.folder / "data") if not faults else []
+        if not faults:
+            look = partial(training.not_packed, S=S, pack=self.cfg.pack) if self.cfg.documents else (
+                training.not_in_file)
+            faults = look(whole, self.folder / "data")
         faults += [f"nobody reads micro batch {micro} of step {step}" for step, micro in sorted(lack)]
         self.say(none_of("data", faults, f"{len(whole)} batches are train.bin's, each position read once"))
         return whole
 
-    # --- modes, influence ---
+    # --- modes, precision ---
 
     def modes(self, opened: Opened) -> None:
         """Compares a step of each mode, where streams are slow two, with those of keep, bit by bit."""
-        kept: dict[tuple[int, str, int, int], torch.Tensor] = {}
+        kept = list[tuple[str, torch.Tensor]]()
         model, cfg = opened.run.model, opened.run.cfg
         if cfg.msp:  # stages help each other as if it were faster, which it may not be here
             cfg = model.cfg = replace(cfg, msp=False, shares=even_shares(cfg))
             open_lanes(model.mesh, cfg.shares, model.device)
-        for name, steps, prepared in mechanics.modes(model, cfg):
+        for name, placement, how in mechanics.placements(cfg, model.dtype.itemsize):
             self.stage(f"modes, {name}")
-            with prepared:
-                parts = {}
-                for it in range(steps):
-                    model.mesh.take_sent_bytes()
-                    parts[it, "the loss", 0, 0] = torch.tensor(opened.step(it))
-                    own = opened.gradients()
-                    if not kept and it == 0:  # with what no other layout has, as stages that help
-                        self.sent(opened, cfg, own)
-                        got = self.gather(own, "layout", "gradient")
-                        self.compare("layout", "gradients with activation=keep", got, self.wanted, GRADIENT)
-                    parts |= {(it, *part[:3]): part[3] for part in own}
-                    opened.update(self.cfg.learning_rate)
-                opened.restart()
-            kept = kept or parts
-            worst = max(((relative(parts[key], kept[key]) or 1e-12, key[1]) for key in parts
-                         if not torch.equal(parts[key], kept[key])),
-                        key=lambda e: (math.isnan(e[0]), e[0]), default=(0.0, ""))
-            every = self.told.share(worst)
-            (error, where), rank = max((of, rank) for rank, of in enumerate(every))
-            what = where if where.startswith("the") else f"gradient of {place_of(where)}"
-            bound = 0.0 if self.split == UNIT_ROWS else 1e-6
-            self.say(within("modes", f"{name}, from keep", error, GRADIENT if self.cuda else bound,
+            mechanics.place(model, cfg, placement, how)
+            found = list[tuple[str, torch.Tensor]]()
+            for it in range(1 + (name == "keep" or "slow" in name)):
+                model.mesh.take_sent_bytes()
+                found.append(("the loss", torch.tensor(opened.step(it))))
+                own = opened.gradients()
+                found += [(f"gradient of {place_of(part[0])}", part[3]) for part in own]
+                if not kept and it == 0:  # with what no other layout has, as stages that help
+                    self.sent(opened, cfg, own)
+                    got = self.gather(own, "layout", "gradient")
+                    self.compare("layout", "gradients with activation=keep", got, self.wanted, GRADIENT)
+                opened.run.optimizer.step(self.cfg.learning_rate)
+            opened.restart()
+            kept = kept or found
+            worst = largest((relative(a, b) or 1e-12, where) for (where, a), (_, b) in
+                            zip(found, kept, strict=False) if not torch.equal(a, b))
+            (error, what), rank = max((of, rank) for rank, of in enumerate(self.told.share(worst)))
+            bound = GRADIENT if self.cuda else 0.0 if self.split == UNIT_ROWS else 1e-6
+            self.say(within("modes", f"{name}, from keep", error, bound,
                             f"{name}: {what} on rank {rank} is not that of activation=keep"))
 
     def sent(self, opened: Opened, cfg: Layout, own: list[Part]) -> None:
@@ -283,34 +280,27 @@ class Checks:
                                for name, want in expected.items() if abs(sent[name] - want) > 1e-4 * want],
                     f"bytes that {', '.join(expected) or 'no axis'} sent are those of the formula")
 
-    def influence(self, opened: Opened) -> None:
-        """Changes a token of the first sequence: what sees it, and nothing else, must change."""
-        self.stage("influence")
-        faults = mechanics.influence_faults(opened.run.model, opened.positions(), self.cfg, self.host.rank)
-        self.faults("influence", faults, "before a changed token all bits stay, behind it all rows change")
-
     def lower_precision(self) -> None:
         """Compares the layout in the run's own precision with the reference."""
         if not self.low:
             return
         kind = "fp8" if self.low.get("matmul") == "fp8" else "bf16"
         self.stage(f"layout, in {kind}")
-        opened = self.open(kind, **self.low, **next(self.variants())[1])
+        opened = self.open(kind, **self.low, **self.variants["as usual"])
         loss, _ = opened.step()
         got, before = self.gather(opened.gradients(), "layout", "gradient"), opened.copies()
-        opened.update(0.05)  # a step that bf16 can show
+        opened.run.optimizer.step(0.05)  # a step that bf16 can show
         opened.run.optimizer.pieces()
         self.faults("alive", [f"{place_of(name)} does not follow its fp32 weights on rank {self.host.rank}"
                               for (name, _), w in opened.copies().items() if torch.equal(w, before[name, _])],
                     f"parameters in {kind} follow their fp32 weights")
         self.compare("layout", f"gradients in {kind}", got, self.exact, LOW[kind][0])
-        if self.first:
-            self.compare_number("layout", f"the loss in {kind}", loss, self.loss, LOW[kind][1])
+        self.compare_number("layout", f"the loss in {kind}", loss, self.loss, LOW[kind][1])
         opened.run.close()
 
     # --- three steps of training, saved, resumed, exported ---
 
-    def training(self, opened: Opened, name: str, keys: Keys) -> None:
+    def three_steps(self, opened: Opened, name: str, keys: Keys) -> None:
         """Trains three steps; looks at what was read, at the states, at what is saved."""
         self.stage("optimizer")
         metrics = opened.train()
@@ -325,43 +315,43 @@ class Checks:
             for rank, held in enumerate(self.told.share(opened.copies())) for key, values in held.items()
             if not torch.equal(copies.setdefault(key, (rank, values))[1], values)],
             "ranks that hold the same have the same bits"))
-        if all(states.values()):
-            self.optimizer(metrics, states, whole)
-        self.resume(opened, name, keys, metrics, parts, whole)
+        trained = self.optimizer(metrics, states, whole) if all(states.values()) else None
+        self.resume(opened, name, keys, metrics, parts)
+        if trained:
+            self.elsewhere(metrics[-1]["loss"], whole, trained)
 
-    def optimizer(self, metrics: list[dict[str, Any]], states: Mapping[str, Tensors], whole: Batches) -> None:
-        """Compares three steps with AdamW in fp64."""
-        model = Reference(self.plain, torch.float32, blocked=False).load(self.weights.items())
-        adamw = AdamW(replace(self.cfg, grad_clip=self.clip), model)
-        bounds, faults = dict(loss=1e-4, grad_norm=1e-3, lr=1e-9, val_loss=1e-4), odd_rates(self.asked)
+    def optimizer(self, metrics: list[dict[str, Any]], states: Mapping[str, Tensors],
+                  whole: training.Batches) -> Reference:
+        """Compares three steps with AdamW in fp64 -> the model that it has trained."""
+        model, faults = self.reference(), training.odd_rates(self.asked)
+        trained = training.Trained(replace(self.cfg, grad_clip=self.clip), model)
         for it, shown in enumerate(metrics):
             wanted = {}
             if shown.get("val_loss") is not None:
                 with torch.no_grad():
-                    losses = [model(*whole["val", 0, i]).item() for i in range(self.cfg.eval_iters)]
-                wanted["val_loss"] = sum(losses) / len(losses)
-            wanted |= adamw.step(it, [whole["train", it, micro] for micro in range(self.micros)])
+                    wanted["val_loss"] = float(sum(training.losses(
+                        model, [whole["val", 0, i] for i in range(self.cfg.eval_iters)])))
+            wanted |= trained.step(it, [whole["train", it, micro] for micro in range(self.micros)])
             faults += [f"{key} of step {it} is {factor_words(shown[key], want, self.degrees)}: "
                        f"{shown[key]:.7g}, not {want:.7g}" for key, want in wanted.items()
-                       if not abs(shown[key] - want) <= bounds[key] * abs(want)]
+                       if not abs(shown[key] - want) <= SHOWN[key] * abs(want)]
         self.say(none_of("optimizer", faults, "losses, norms and learning rates of three steps"))
-        for what, (error, where) in adamw.errors(states, self.weights).items():
+        for what, error, where in trained.errors(states):
             self.say(within("optimizer", f"{what} after three steps, worst {where}", error, STATES[what],
                             f"{what} of {where} after three steps is not that of AdamW"))
-        still = [f"{place_of(name)} does not move in three steps" for name in adamw.weights
-                 if torch.equal(states["params"][name], self.weights[name])]
+        still = [f"{place_of(name)} does not move in three steps" for name, w in self.weights.items()
+                 if torch.equal(states["params"][name], w)]
         self.say(none_of("alive", still, "each parameter moves"))
-        self.trained = model
+        return model
 
     def resume(self, opened: Opened, name: str, keys: Keys, metrics: list[dict[str, Any]],
-               parts: dict[str, list[Part]], whole: Batches) -> None:
-        """Resumes the last step, in this layout and in one process, and exports the run."""
+               parts: dict[str, list[Part]]) -> None:
+        """Resumes the last step, in this layout."""
         self.stage("resume")
         for to in ("resumed", "alone") if self.first else ():
-            without_newest(self.folder / name, self.folder / to)
+            training.without_newest(self.folder / name, self.folder / to)
         self.stage("resume")
-        keys = dict(keys, init_from="resume", grad_clip=self.clip)
-        again = self.open("resumed", **keys)
+        again = self.open("resumed", **keys, init_from="resume")
         shown, other = again.train(), again.states()
         last = [read for read in opened.reads if read.key[1] == 2 or read.key[0] == "val"]
         same = [torch.equal(a.batch, b.batch) for a, b in zip(last[-len(again.reads):], again.reads,
@@ -374,22 +364,20 @@ class Checks:
         self.faults("resume", [f"{what} after a resume has other bits" for what in odd[:1]],
                     "all bits are the same")
         again.run.close()
-        if self.first:
-            self.elsewhere(metrics[-1]["loss"], whole)
 
-    def elsewhere(self, loss: float, whole: Batches) -> None:
+    def elsewhere(self, loss: float, whole: training.Batches, trained: Reference) -> None:
         """Resumes in one plain process, and exports the run, on the first rank."""
-        other = self.open("alone", alone=True, **PLAIN | dict(init_from="resume", grad_clip=self.clip))
+        other = self.open("alone", alone=True, init_from="resume")
         shown = other.train()[-1]["loss"]
         odd = [f"micro batch {read.key[2]} of step {read.key[1]} is another one after a resume in one process"
                for read in other.reads if not torch.equal(read.batch, whole[read.key])]
         self.say(none_of("data", odd, "and in one process"))
         self.compare_number("resume", "the loss after a resume in one process", shown, loss, 10 * LOSS)
         other.run.close()
-        batch = whole["train", 0, 0]
-        exported, why = exported_loss(self.folder / "alone", self.folder / "hf", batch)
+        tokens, targets, _ = whole["train", 0, 0]
+        exported, why = training.exported_loss(self.folder / "alone", self.folder / "hf", tokens, targets)
         if exported is None:
             self.say(Finding("export", True, f"not compared: {why}"))
         else:
-            self.compare_number("export", "the exported model's loss", exported, self.trained(*batch).item(),
-                                1e-5)
+            self.compare_number("export", "the exported model's loss", exported,
+                                trained(tokens, targets).item(), 1e-5)

@@ -1,6 +1,6 @@
 """How far tensors are apart, where, and in words what is wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isnan
 from typing import NamedTuple
 
@@ -48,6 +48,11 @@ def factor_words(got: float, want: float, degrees: Mapping[str, int]) -> str:
     return f"{', '.join(words) or f'{factor:.6g} times'} what it must be"
 
 
+def largest(errors: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """Finds the largest of (error, where), NaN before all; (0, "") where there is none."""
+    return max(errors, key=lambda error: (isnan(error[0]), error[0]), default=(0.0, ""))
+
+
 def wrong(got: torch.Tensor, want: torch.Tensor, degrees: Mapping[str, int]) -> str:
     """Says in words how `got` differs from `want`: by a constant factor, else by how much."""
     got, want = got.double().flatten(), want.double().flatten()
@@ -71,15 +76,15 @@ def worst_of(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], 
     """Finds (the largest relative error, the parameter, what is wrong with it). `split`: the dim along which
     tp ranks share each."""
     # no loss depends on a bias of k without rotary positions: its gradient is noise beside q's
-    errors = {name: relative(got[name], g, want[name.replace("k_b", "q_b")]) for name, g in want.items()}
-    first = max(errors, key=lambda name: (isnan(errors[name]), errors[name]))
+    error, first = largest((relative(got[name], g, want[name.replace("k_b", "q_b")]), name)
+                           for name, g in want.items())
     words, tp, dim = wrong(got[first], want[first], degrees), degrees["tp"], split[first]
     parts = [] if dim is None else [*zip(got[first].chunk(tp, dim), want[first].chunk(tp, dim), strict=True)]
-    bad = [rank for rank, part in enumerate(parts) if relative(*part) > errors[first] / 4]
+    bad = [rank for rank, part in enumerate(parts) if relative(*part) > error / 4]
     if 0 < len(bad) < tp:
         words = f"{wrong(*parts[bad[0]], degrees)} on tp rank {', '.join(map(str, bad))}"
     elif want[first].dim() == 2:
         rows = (got[first] - want[first]).norm(dim=1) > 1e-4 * want[first].norm(dim=1).max()
         if 0 < rows.sum() < len(rows):
             words += f" ({rows.sum()} of {len(rows)} rows, from {rows.nonzero()[0].item()} on)"
-    return errors[first], place_of(first), words
+    return error, place_of(first), words

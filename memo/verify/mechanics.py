@@ -2,25 +2,21 @@
 activations, slow streams, the outputs of single tokens."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-import memo.config.layer
-import memo.decide.where
-import memo.kernels.rows
-import memo.layer.metp
-import memo.memory.placement
-import memo.parallel.tp
+from memo.config import layer
 from memo.config.config import Config
 from memo.config.layer import Tensor, groups_of
 from memo.config.layout import Layout
 from memo.decide.where import Room, place_rows, problem_of, ways_of
 from memo.kernels.attention import resolve_attention
+from memo.layer.tiles import Packed
 from memo.memory.placement import Placement, rows
 from memo.planner.allocator import NoArena
 from memo.run.reserve import plan_memory
@@ -56,17 +52,16 @@ def lower_thresholds(cfg: Config, split: int) -> None:
     elements = cfg.batch_size * cfg.block_size * cfg.head_width * cfg.n_head // (cfg.tp * cfg.cp)
     lowered = dict(CHUNK_ROWS=256, METP_ROWS=256, SPLIT_ROWS=split, GROUP_ELEMENTS=elements // 2,
                    METP_ELEMENTS=elements // 4, pieces_at_once=lambda axis, device: 1 + (axis.size > 1))
-    for module in (memo.memory.placement, memo.decide.where, memo.kernels.rows, memo.config.layer,
-                   memo.layer.metp, memo.parallel.tp):
-        vars(module).update({name: value for name, value in lowered.items() if name in vars(module)})
+    for module in [vars(module) for name, module in sys.modules.items() if name.startswith("memo.")]:
+        module |= {name: lowered[name] for name in module.keys() & lowered.keys()}
 
 
 def uneven(p: Placement, tensors: dict[str, Tensor]) -> Placement:
     """Has other rows of each group of tensors survive."""
-    split, kept = memo.config.layer.SPLIT_ROWS, dict(p.kept)
+    split, kept = layer.SPLIT_ROWS, dict(p.kept)
     for j, names in enumerate(groups_of(tensors).values()):
         part = (j % 3) / 3
-        n = tuple(rows(part, n, split) for n in p.cuts) if p.several else rows(
+        n = tuple(rows(part, n, split) for n in p.lengths) if p.several else rows(
             part, p.n_rows, max(1, min(split, p.n_rows // 16)))
         kept |= dict.fromkeys(names, n)
     return replace(p, kept=kept)
@@ -76,32 +71,31 @@ def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str
     """Yields (mode, where it places activations, which streams are slow): keep first."""
     alpha = 0.5 if cfg.alpha == "auto" else cfg.alpha
 
-    def placement(mode: str, alpha: float | str = "auto", **way: str) -> tuple[Placement, dict[str, Tensor]]:
+    def placed(mode: str, alpha: float | str = "auto", **way: str) -> tuple[Placement, dict[str, Tensor]]:
         asked = Layout.of(cfg, activation=mode, alpha=alpha, stage=cfg.stage, shares=cfg.shares)
         problem = problem_of(asked, itemsize, None, Room(2**34, cpu=True), **way)
         return place_rows(asked, problem)[0], problem.tensors
-    yield "keep", placement("keep")[0], ""
-    yield "recompute", placement("recompute")[0], ""
-    swapped, tensors = placement("swap")
+    for mode in ("keep", "recompute"):
+        yield mode, placed(mode)[0], ""
+    swapped, tensors = placed("swap")
     yield "swap, slow copies", swapped, "copies"
     if swapped.several:  # SPPO's: a part of what is swapped stays on the device
-        stays = {name: tuple(n // 2 for n in swapped.cuts) for name in tensors
+        stays = {name: tuple(n // 2 for n in swapped.lengths) for name in tensors
                  if name != "x" and not swapped.apart(name)}
         yield "swap, half stays", replace(swapped, stays=stays), ""
     ways, last = ([*ways_of(replace(cfg, activation="memo", stage=k))] for k in (cfg.stage, cfg.pp - 1))
-    p, tensors = placement("memo", alpha, **ways[0])
-    yield f"memo at alpha {alpha}", p, "plan"
-    yield f"memo at alpha {alpha}, slow copies", p, "copies"
-    yield f"memo at alpha {alpha}, slow compute", p, "compute"
+    p, tensors = placed("memo", alpha, **ways[0])
+    for more, how in (("", "plan"), (", slow copies", "copies"), (", slow compute", "compute")):
+        yield f"memo at alpha {alpha}{more}", p, how
     yield "memo at an alpha for each tensor", uneven(p, tensors), ""
     for i, told in enumerate(last[1:], 1):  # a stage without the head has fewer
         words = ", ".join(f"{what} {how}" for what, how in told.items())
-        yield f"memo at alpha {alpha}, {words}", placement("memo", alpha, **ways[i % len(ways)])[0], ""
+        yield f"memo at alpha {alpha}, {words}", placed("memo", alpha, **ways[i % len(ways)])[0], ""
 
 
-@contextmanager
-def placed(model: Model, cfg: Layout, placement: Placement, how: str) -> Iterator[None]:
-    """Takes memory as a placement says; meanwhile `how` streams are slow, or there is a plan."""
+def place(model: Model, cfg: Layout, placement: Placement, how: str) -> None:
+    """Takes memory as a placement says, until the next one; `how` streams are slow, or there is a plan."""
+    vars(model).pop("work_of", None)
     model.arena.close()
     model.arena = NoArena()
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
@@ -112,8 +106,6 @@ def placed(model: Model, cfg: Layout, placement: Placement, how: str) -> Iterato
         pause = partial(torch.cuda._sleep, 2 * 10**7) if model.device.type == "cuda" else partial(
             time.sleep, SLOW_S)
         vars(model)["work_of"] = partial(slowed, model.work_of, how == "compute", pause)
-    yield
-    vars(model).pop("work_of", None)
 
 
 def slowed(work_of: Callable[..., Work], compute: bool, pause: Callable[[], object], step: Step,
@@ -129,35 +121,45 @@ def slowed(work_of: Callable[..., Work], compute: bool, pause: Callable[[], obje
     return label, late, *arguments
 
 
-def modes(model: Model, cfg: Layout) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-    """Yields (mode, steps to take, what sets it up)."""
-    for name, placement, how in placements(cfg, model.dtype.itemsize):
-        yield name, 1 + (name == "keep" or "slow" in name), placed(model, cfg, placement, how)
+def pieces_of_sequences(cfg: Config, g: torch.Generator) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+    """Draws (where documents start in each sequence but at 0: one is a token alone, where chunks meet; the
+    first token of each token's document (B, S)). Without documents a sequence is one."""
+    B, S, starts = cfg.batch_size, cfg.block_size, list[tuple[int, ...]]()
+    first = torch.zeros(B, S, dtype=torch.int64)
+    for b in range(B if cfg.documents else 0):
+        drawn = torch.randint(1, S, (3,), generator=g).tolist()
+        starts.append(tuple(sorted({S // 2, S // 2 + 1, *drawn})))
+        first[b, [*starts[b]]] = torch.tensor(starts[b])
+    return starts, first.cummax(1).values
 
 
 def outputs(model: Model, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Lists by subsequences (position, sequence, last layer's output) of own rows of (B, T) tokens; nothing
-    of a stage that has no head."""
+    """Lists by subsequences (token, sequence, last layer's output) of own rows of (B, T) tokens; nothing of a
+    stage that has no head."""
     tp, B, found = model.mesh.weights, len(tokens), []
-    tokens = tokens.to(model.device).contiguous()
+    places, tokens = model.order.positions(), tokens.to(model.device).contiguous()
     for i, x in model.hidden(tokens, lambda i, x: (i, x.clone().flatten(0, -2).cpu())):
-        at = model.positions[i].cpu()
-        of = torch.arange(len(at)) // (len(at) // B)
-        found.append((at[tp.rank::tp.size], of[tp.rank::tp.size], x))
+        of = torch.arange(B).repeat_interleave(len(places[i]))
+        found.append((places[i].repeat(B)[tp.rank::tp.size], of[tp.rank::tp.size], x))
     return found
 
 
-def influence_faults(model: Model, own: torch.Tensor, cfg: Config, rank: int) -> list[str]:
+def influence_faults(model: Model, cfg: Config, rank: int) -> list[str]:
     """Changes single tokens of the first sequence -> outputs that change but must not, or do not but must, in
-    words. `own`: positions of the rank's tokens."""
+    words."""
     S, g, faults = cfg.block_size, torch.Generator().manual_seed(cfg.seed), list[str]()
-    tokens = torch.randint(cfg.vocab_size, (cfg.batch_size, S), generator=g)
+    own, tokens = torch.cat(model.order.positions()), torch.randint(
+        cfg.vocab_size, (cfg.batch_size, S), generator=g)
+    starts, first = pieces_of_sequences(cfg, g)
+    if starts:
+        model.meet(Packed((torch.arange(S) - first)[:, own].to(model.device), tuple(starts)))
     before = outputs(model, tokens[:, own])
     for place in [0, S // 2, S - 2, *torch.randint(1, S - 1, (2,), generator=g).tolist()]:
         changed = tokens.clone()
         changed[0, place] = (changed[0, place] + 1) % cfg.vocab_size
         for (at, of, old), (_, _, new) in zip(before, outputs(model, changed[:, own]), strict=True):
-            moved, sees = (old != new).any(1), (of == 0) & (at >= place)
+            sees = (of == 0) & (at >= place) & (first[0, at] == first[0, place])
+            moved = (old != new).any(1)
             faults += [f"token {place} is changed, and the output at {at[row].item()} of sequence "
                        f"{of[row].item()}, which {'sees' if sees[row] else 'must not see'} it, "
                        f"{'changes' if moved[row] else 'does not'} (rank {rank})"
@@ -211,7 +213,7 @@ def expected_bytes(cfg: Layout, micros: int, shared: int) -> dict[str, float]:
     rows = cfg.batch_size * cfg.block_size // cp
     x, q = rows * cfg.n_embd * e, rows * cfg.n_head * cfg.head_width // tp * e
     found = dict[str, float]()
-    if tp > 1 and not cfg.metp and cfg.pp == 1:
+    if tp > 1 and not cfg.metp and cfg.pp == 1 and not cfg.documents:  # of these the head takes some rows
         # 4 messages of x in a layer's forward, 6 in its backward, 4 at the edges; sums of softmax and norm
         found["tp"] = (tp - 1) / tp * (micros * ((10 * L + 4) * x + 4 * rows * (tp + 2)) + 8 * shared)
     if cp > 1 and cfg.context_parallel == "ring" and not cfg.metp and cfg.subsequences > 1 and not cfg.shares:

@@ -10,8 +10,7 @@ Of memo it knows a Config and the names of parameters; the arithmetic is its own
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -67,37 +66,51 @@ def rotary_frequencies(cfg: Config) -> tuple[torch.Tensor, float]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (2j, 2j + 1) of x (B, H, T, D) by angles whose `cos` and `sin` (T, D/2) are given."""
+    """Turns the pairs (2j, 2j + 1) of x (B, H, T, D) by angles whose `cos` and `sin` (..., T, D/2) are
+    given."""
     even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
 # --- attention ---
 
-def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> torch.Tensor:
+# `of` (B, T): the document of each token, which sees those of its own alone; None: there is one
+
+def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None,
+                 first: int) -> torch.Tensor:
     """Attends from the queries `first`, first + 1, ... (B, Hkv, H/Hkv, n, D) to those keys and values (B,
     Hkv, first + n, D) that are not later -> (B, Hkv, H/Hkv, n, D)."""
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) / math.sqrt(q.shape[-1])
     query = torch.arange(first, first + q.shape[-2], device=q.device)
     key = torch.arange(k.shape[-2], device=q.device)
-    scores = scores.masked_fill(key > query[:, None], -math.inf)
-    return torch.einsum("bhgqk,bhkd->bhgqd", scores.softmax(-1), v)
+    unseen = key > query[:, None]
+    if of is not None:
+        unseen = unseen | (of[:, query, None] != of[:, None, key])[:, None, None]
+    return torch.einsum("bhgqk,bhkd->bhgqd", scores.masked_fill(unseen, -math.inf).softmax(-1), v)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by blocks of queries, so
     that at most SCORES scores exist, or those of one query; the backward makes each block's again."""
     B, H, T, _ = q.shape
     q = q.unflatten(1, (k.shape[1], -1))
     n = max(1, SCORES // (B * H * T))
-    blocks = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], i,
+    blocks = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], of, i,
                          use_reentrant=False, preserve_rng_state=False) for i in range(0, T, n)]
     return torch.cat(blocks, -2).flatten(1, 2)
 
 
-def attend_fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attends as attend() does, by torch's own kernel."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
+def attend_fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                of: torch.Tensor | None = None) -> torch.Tensor:
+    """Attends as attend() does, by torch's own kernel, in each document of each sequence by itself."""
+    if of is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
+
+    def in_sequence(b: int, *qkv: torch.Tensor) -> torch.Tensor:
+        lengths = of[b].unique_consecutive(return_counts=True)[1].tolist()
+        pieces = zip(*(t[b:b + 1].split(lengths, 2) for t in qkv), strict=True)
+        return torch.cat([attend_fast(*piece) for piece in pieces], 2)
+    return torch.cat([in_sequence(b, q, k, v) for b in range(len(of))])
 
 
 # --- the model ---
@@ -126,7 +139,8 @@ class ReferenceLayer(nn.Module):
             self.gate, self.up = nn.Linear(C, inner, bias=False), nn.Linear(C, inner, bias=False)
             self.down = nn.Linear(inner, C, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
+                of: torch.Tensor | None = None) -> torch.Tensor:
         """Computes a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
         (B, T, _), normed = x.shape, self.ln1(x)
         q, k, v = (linear(normed).view(B, T, -1, self.cfg.head_width).transpose(1, 2)
@@ -135,7 +149,7 @@ class ReferenceLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.proj(self.attention(q, k, v).transpose(1, 2).reshape(B, T, -1))
+        x = x + self.proj(self.attention(q, k, v, of).transpose(1, 2).reshape(B, T, -1))
         return x + self.mlp(self.ln2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,24 +179,29 @@ class Reference(nn.Module):
 
     # --- forward ---
 
-    def embed(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def embed(self, tokens: torch.Tensor,
+              positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Computes (the first layer's input (B, T, C); cosines and sines for rotate(), or None) of (B, T)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens)
         if self.wpe is not None:
             return x + self.wpe(positions), None, None
         frequencies, factor = rotary_frequencies(self.cfg)
-        angles = torch.outer(positions.double(), frequencies.to(tokens.device))
+        angles = positions[:, None, :, None].double() * frequencies.to(tokens.device)
         return x, (angles.cos() * factor).to(self.wide), (angles.sin() * factor).to(self.wide)
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Computes the last layer's output (B, T, C) of tokens (B, T)."""
-        x, cos, sin = self.embed(tokens)
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes the last layer's output (B, T, C) of tokens (B, T). `positions` (B, T): those of tokens in
+        their documents, each of which begins with 0; None: a sequence is one."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        number = (positions == 0).cumsum(1)
+        of = number if number.max() > 1 else None  # a causal mask alone is faster
+        x, cos, sin = self.embed(tokens, positions)
         self.x = x
         if x.requires_grad:
             x.retain_grad()
         for block in self.h:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, of)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,18 +209,21 @@ class Reference(nn.Module):
         return F.linear(self.lnf(x), (self.wte if self.head is None else self.head).weight).to(self.wide)
 
     def loss_sum(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sums the losses, in nats, of rows of the last layer's output (n, C) with targets (n,)."""
-        return F.cross_entropy(self.logits(x), targets, reduction="sum")
+        """Sums the losses, in nats, of rows of the last layer's output (n, C) with targets (n,); of a target
+        below 0 there is none."""
+        return F.cross_entropy(self.logits(x), targets, reduction="sum", ignore_index=-1)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Computes the mean loss, in nats, of tokens and targets (B, T)."""
-        rows, ids = self.hidden(tokens).flatten(0, 1), targets.flatten()
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor,
+                positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes the mean loss, in nats, of tokens and targets (B, T). `positions`: as in hidden()."""
+        rows, ids = self.hidden(tokens, positions).flatten(0, 1), targets.flatten()
+        learned = (ids >= 0).sum().clamp(min=1)
         if not self.blocked:
-            return self.loss_sum(rows, ids) / len(ids)
+            return self.loss_sum(rows, ids) / learned
         n = max(1, LOGITS // self.cfg.vocab_size)
         parts = [checkpoint(self.loss_sum, *chunk, use_reentrant=False, preserve_rng_state=False)
                  for chunk in zip(rows.split(n), ids.split(n), strict=True)]
-        return torch.stack(parts).sum() / len(ids)
+        return torch.stack(parts).sum() / learned
 
     # --- by memo's names ---
 
@@ -232,29 +254,3 @@ class Reference(nn.Module):
                 raise ValueError(f"{name} has no gradient: backward() of a loss comes first")
             gradients[name] = F.pad(p.grad, (0, 0, 0, padding)) if name in ("wte", "head_w") else p.grad
         return gradients
-
-    def worst_gradient(self, gradients: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-        """Finds (the largest relative error of memo's `gradients`, in the 2-norm of a parameter of this
-        model, q, k and v as one, NaN where there is one; memo's names of that). Errors: KeyError: a name is
-        missing."""
-        want, errors = self.gradients(), dict[str, float]()
-
-        def part(name: str) -> str:
-            return re.sub(r"\.[qkv]_(?=.$)", ".qkv_", name)
-        # no loss depends on a bias of k without rotary positions
-        for names in (list(group) for _, group in groupby(sorted(want, key=part), part)):
-            ours, theirs = (torch.cat([g[name].double().flatten() for name in names])
-                            for g in (want, gradients))
-            errors[", ".join(names)] = ((theirs - ours).norm() / ours.norm()).item()
-        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
-        return errors[worst], worst
-
-
-def loss_and_gradients(cfg: Config, weights: Iterable[tuple[str, torch.Tensor]], tokens: torch.Tensor,
-                       targets: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    """Computes (the mean loss of tokens and targets (B, T), in nats; {memo's name: its gradient}) of a
-    model with memo's (name, tensor) pairs, in fp64 on the device of `tokens`. Errors: as Reference.load()."""
-    model = Reference(cfg).to(tokens.device).load(weights)
-    loss = model(tokens, targets)
-    loss.backward()
-    return loss.item(), model.gradients()

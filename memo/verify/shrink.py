@@ -1,6 +1,8 @@
 """A run cut to a size at which a CPU verifies it in seconds, with its structure as it was."""
 
+from dataclasses import replace
 from math import lcm, prod
+from typing import NamedTuple
 
 from memo.config.config import Config
 from memo.config.keys import Keys
@@ -56,18 +58,26 @@ def cut_tokens(cfg: Config, keys: Keys) -> tuple[int, int]:
     return (wanted if wanted <= cfg.block_size else cfg.block_size), split
 
 
-def shrink(cfg: Config, world: int, full: bool = False) -> tuple[Keys, int, int, list[str]]:
-    """Cuts a run of `world` ranks -> (the keys of the one to verify, its ranks, the rows that units are
-    swapped in multiples of, what was cut, in words). `full`: widths stay."""
+class Cut(NamedTuple):
+    """Holds a run cut to verify: `cfg`, in fp32; `low`: keys of its own precision, {} where that is fp32;
+    `split`: rows that units are swapped in multiples of; its ranks; what was cut, in words."""
+
+    cfg: Config
+    low: Keys
+    split: int
+    ranks: int
+    words: list[str]
+
+
+def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
+    """Cuts a run of `world` ranks. `full`: widths stay. Errors: ConfigError."""
     pp = 1 if cfg.pp == "auto" else cfg.pp
     given = dict(tp=cfg.tp, cp=cfg.cp, pp=pp, dp=world // (cfg.tp * cfg.cp * pp))
     degrees = cut_degrees(given)
     dp, N = degrees["dp"], cfg.subsequences
     keys: Keys = {name: degrees[name] for name in ("tp", "cp", "pp")}
-    if N != "auto":
-        keys["subsequences"] = min(N, max(3, degrees["pp"]) if cfg.msp else 3)
-    else:
-        keys["subsequences"] = max(3, degrees["pp"]) if cfg.msp else N
+    most = max(3, degrees["pp"]) if cfg.msp else 3
+    keys["subsequences"] = min(N, most) if N != "auto" else most if cfg.msp else N
     wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] in (1, "auto") else 3
     keys |= dict(n_layer=min(cfg.n_layer, wanted), batch_size=min(cfg.batch_size, 2))
     if cfg.gradient_accumulation_steps != "auto":
@@ -80,4 +90,28 @@ def shrink(cfg: Config, world: int, full: bool = False) -> tuple[Keys, int, int,
     cut = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
     if split != UNIT_ROWS:
         cut.append(f"rows split by {split} in place of {UNIT_ROWS}: modes agree to 1e-6, not to the last bit")
-    return keys, prod(degrees.values()), split, cut
+    if cfg.pp == "auto":
+        cut.append("pp=auto -> 1: give --pp= of the run")
+    exact, low = precisions(cfg)
+    return Cut(replace(cfg, **keys, **steps_of(cfg), **exact), low, split, prod(degrees.values()), cut)
+
+
+def steps_of(cfg: Config) -> Keys:
+    """Lists the keys of three steps of a run that shows, evaluates and saves what it must."""
+    faster = max(1.0, 1e-3 / cfg.learning_rate) if cfg.learning_rate else 1.0  # above the rounding of weights
+    return dict(init_from="scratch", eval_interval=2, eval_iters=2, save_interval=2, max_iters=3,
+                warmup_iters=min(2, cfg.warmup_iters), lr_decay_iters=0, log_interval=1, keep_checkpoints=3,
+                stall_timeout=0.0, wandb_log=False, check_data=False, min_lr=cfg.min_lr * faster,
+                learning_rate=cfg.learning_rate * faster, memory_plan_check=cfg.memory_plan != "off",
+                host_memory_gb="auto" if cfg.host_memory_gb == "auto" else 16.0)
+
+
+def precisions(cfg: Config) -> tuple[Keys, Keys]:
+    """Lists (the keys of a run in fp32, on a device that is there; those of its own precision, or {})."""
+    low, cuda = Keys(), cfg.device == "cuda"
+    if cfg.matmul == "fp8" or cfg.dtype == "bfloat16" or (cuda and cfg.dtype == "auto"):
+        low = dict(dtype="bfloat16" if cfg.dtype != "float32" else "float32", matmul=cfg.matmul)
+        low |= dict(attention=cfg.attention) if cuda else {}
+    return dict(device="cuda" if cuda else "cpu", dtype="float32", matmul="bf16",
+                ops=cfg.ops if cuda else "auto",
+                attention=cfg.attention if cfg.attention == "math" else "auto"), low

@@ -3,7 +3,6 @@ is not the run's own."""
 
 import json
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,33 +16,61 @@ import torch
 import train
 from memo.config.config import Config, as_keys
 from memo.config.layout import Layout
+from memo.data.tokens import STARTS, WEIGHTS
+from memo.layer.tiles import Batch
 from memo.memory.flat import model_parameters
+from memo.memory.parameters import bucket_views
 from memo.run.ending import train_and_save
+from memo.run.loggers import read_metrics
 from memo.run.state import Run
 from memo.system.axis import Axis
 from memo.system.command import StopSignal
 from memo.system.launch import Launch
 
 LARGE = 8.0  # times as large as at first: attention chooses then, and gradients of q and k are above noise
+NO_PICTURE = patch("memo.run.report.draw_picture")  # which would take seconds
 Tensors = dict[str, torch.Tensor]
 Part = tuple[str, int, int, torch.Tensor]  # name, tp rank, first element of that rank's part, elements
 
 
 class Read(NamedTuple):
-    """Holds a batch that a run has read: (split, step, micro step), (2, B, T) tokens and targets."""
+    """Holds a batch that a run has read: (split, step, micro step), (3, B, T) tokens, targets, positions."""
 
     key: tuple[str, int, int]
     batch: torch.Tensor
 
 
-def make_data(folder: Path, vocab_size: int, tokens: int, seed: int) -> None:
-    """Writes a dataset of random tokens."""
+def document_lengths(S: int, sequences: int, rng: np.random.Generator) -> list[int]:
+    """Draws the lengths of documents that fill so many sequences of S tokens, but for padding: each with one
+    longer than half of it, some of one token; of many also one longer than S."""
+    lengths = [S + S // 4] * (sequences > 3)
+    for _ in range(sequences):
+        left = S - S // 32 - 1
+        while left > 0:
+            longest = left == S - S // 32 - 1
+            n = int(rng.integers(*(S // 2 + 1, 3 * S // 4) if longest else (1, S // 8 + 2)))
+            lengths += [min(n, left), 1]
+            left -= n + 1
+    return lengths
+
+
+def make_data(folder: Path, cfg: Config, sequences: int) -> None:
+    """Writes a dataset of random tokens other than 0, which is padding's. With documents they fill so many
+    sequences, and one token in four is not learned."""
     folder.mkdir()
-    rng = np.random.default_rng(seed)
-    for split in ("train", "val"):
-        rng.integers(vocab_size, size=tokens).astype(np.uint16).tofile(folder / f"{split}.bin")
-    counts = {split: dict(tokens=tokens) for split in ("train", "val")}
-    (folder / "meta.json").write_text(json.dumps(dict(dtype="uint16", vocab_size=vocab_size, counts=counts)))
+    rng, counts = np.random.default_rng(cfg.seed), {}
+    for split in STARTS:
+        lengths = [4 * cfg.block_size + 2**14]
+        if cfg.documents:
+            lengths = document_lengths(cfg.block_size, sequences, rng)
+            (np.cumsum(lengths) - lengths).astype("<i8").tofile(folder / STARTS[split])
+            (rng.random(sum(lengths)) < 0.75).tofile(folder / WEIGHTS[split])
+        ids = rng.integers(1, cfg.vocab_size, size=sum(lengths))
+        ids.astype(np.uint16).tofile(folder / f"{split}.bin")
+        counts[split] = dict(tokens=len(ids), documents=len(lengths))
+    meta = dict(dtype="uint16", vocab_size=cfg.vocab_size, counts=counts)
+    meta |= dict(documents=STARTS, weights=WEIGHTS) if cfg.documents else {}
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def weights(cfg: Layout) -> Tensors:
@@ -65,22 +92,25 @@ def of_stage(values: Tensors, cfg: Layout, *_: object) -> list[tuple[str, torch.
 
 
 class Opened:
-    """Holds a Run of train.set_up(), which starts from `values` or, without, from its own weights, and a
-    record of what it reads."""
+    """Holds a Run of train.set_up(), which starts from `values`, and a record of what it reads."""
 
-    def __init__(self, cfg: Config, out: Path, host: Axis, values: Tensors | None) -> None:
+    def __init__(self, cfg: Config, out: Path, host: Axis, values: Tensors) -> None:
         argv = [f"--{name}={value}" for name, value in as_keys(replace(cfg, out_dir=str(out))).items()]
         launch = Launch(host.rank, host.size, host.rank, host.size)
-        starts = patch("train.initial_weights", partial(of_stage, values)) if values else nullcontext()
-        with starts, patch("memo.run.report.draw_picture"):  # which would take seconds
+        with patch("train.initial_weights", partial(of_stage, values)), NO_PICTURE:
             self.run: Run = train.set_up([*argv, "--force"], launch, host)
-        self.values, self.reads, read = values, list[Read](), self.run.data.batch
+        self.values, self.reads, draw = values, list[Read](), self.run.data.draw
 
-        def batch(*asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            pair = read(*asked)
-            self.reads.append(Read(asked[:3], torch.stack(pair)))
-            return pair
-        vars(self.run.data)["batch"] = batch
+        def drawn(cfg: Config, *asked: Any) -> Batch:
+            tokens, targets, packed = batch = draw(cfg, *asked)
+            positions = packed.positions if packed else self.tokens().expand_as(tokens)
+            self.reads.append(Read(asked[:3], torch.stack((tokens, targets, positions))))
+            return batch
+        vars(self.run.data)["draw"] = drawn
+
+    def tokens(self) -> torch.Tensor:
+        """Finds which tokens of a sequence this rank's rows are."""
+        return torch.cat(self.run.order.positions())
 
     def step(self, it: int = 0) -> tuple[float, float]:
         """Takes a step up to its gradients -> (loss, their norm)."""
@@ -90,28 +120,23 @@ class Opened:
             self.run.optimizer.bring_scale()
         return loss.item(), norm.item()
 
-    def update(self, lr: float) -> None:
-        """Takes the optimizer's step, to its end where that is not beside the next forward."""
-        self.run.optimizer.step(lr)
-
     def restart(self) -> None:
         """Goes back to the weights of the start, as if no step had been taken."""
         optimizer = self.run.optimizer
         optimizer.pieces()  # behind the last step
         for state in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
             state.zero_()
-        optimizer.load(of_stage(self.values or {}, self.run.model.cfg))
+        optimizer.load(of_stage(self.values, self.run.model.cfg))
         optimizer.publish()
 
     def train(self) -> list[dict[str, Any]]:
         """Takes the steps of the run and saves -> its metrics."""
         self.reads.clear()
-        with patch("memo.run.report.draw_picture"):
+        with NO_PICTURE:
             train_and_save(self.run, train.train, StopSignal(quiet=True, alone=self.run.mesh.host.size == 1))
         for logger in self.run.loggers:
             logger.close()
-        path = self.run.out / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if self.run.speaks else []
+        return read_metrics(self.run.out / "metrics.jsonl") if self.run.speaks else []
 
     def parts(self, of: Callable[[int], torch.Tensor]) -> list[Part]:
         """Lists this rank's Parts of a state, where of(bucket) is flat, what the rank owns of a bucket."""
@@ -139,17 +164,10 @@ class Opened:
 
     def copies(self) -> dict[tuple[str, int], torch.Tensor]:
         """Finds {(name, tp rank, or 0 where all have the same): this rank's parameters} that stay here."""
-        model, held = self.run.model, {}
-        for name, p in model.layout.items():
-            if p.bucket not in model.coming and self.reads_it(name):
-                begin, rank = model.buckets[p.bucket][0], model.mesh.weights.rank
-                part = model.bucket_params[p.bucket][p.offset - begin:p.end - begin]
-                held[name, 0 if p.whole.split_dim is None else rank] = part.float().cpu().clone()
-        return held
-
-    def positions(self) -> torch.Tensor:
-        """Finds the positions by which the rows of one sequence are rotated or embedded."""
-        return torch.cat([t[:len(t) // self.run.cfg.batch_size].cpu() for t in self.run.model.positions])
+        model, rank = self.run.model, self.run.mesh.weights.rank
+        held = bucket_views(model.layout, model.buckets, model.bucket_params)
+        return {(name, 0 if p.whole.split_dim is None else rank): held[name].float().cpu().flatten().clone()
+                for name, p in model.layout.items() if p.bucket not in model.coming and self.reads_it(name)}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,9 +1,12 @@
-"""Checks what three steps of training read, give and leave: by numpy over train.bin, and AdamW in fp64."""
+"""Checks what three steps of training read, give and leave: by numpy over the dataset's files, and AdamW in
+fp64."""
 
 import importlib.util
 import math
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +15,26 @@ import torch
 import train
 from memo import convert
 from memo.config.config import Config
+from memo.data.tokens import STARTS, WEIGHTS
 from memo.errors import ConfigError
-from memo.verify.compare import place_of, relative
+from memo.verify.compare import largest, place_of, relative
 from memo.verify.reference import Reference
 from memo.verify.steps import Read, Tensors
 
-Batches = dict[tuple[str, int, int], torch.Tensor]  # {(split, step, micro step): (2, B, S)}
+Batches = dict[tuple[str, int, int], torch.Tensor]  # {(split, step, micro step): (3, B, S)}: see Read
 
 
 # --- data ---
 
 def put_together(ranks: list[tuple[torch.Tensor, list[Read]]], S: int,
                  copies: int) -> tuple[Batches, list[str]]:
-    """Puts the batches together that all ranks have read at their positions -> (whole ones, faults).
-    `copies`: of ranks that read the same tokens."""
+    """Puts the batches together that all ranks have read at their tokens -> (whole ones, faults). `copies`:
+    of ranks that read the same tokens."""
     whole, count, faults = Batches(), Batches(), list[str]()
     for rank, (at, reads) in enumerate(ranks):
         for key, batch in reads:
-            whole.setdefault(key, torch.full((2, batch.shape[1], S), -1))
-            there = whole[key][:, :, at]
-            if ((there >= 0) & (there != batch)).any():
+            there = whole.setdefault(key, torch.full((*batch.shape[:2], S), -2))[:, :, at]
+            if ((there > -2) & (there != batch)).any():
                 faults.append(f"rank {rank} reads other tokens of step {key[1]} than one that has the same")
             whole[key][:, :, at] = batch
             count.setdefault(key, torch.zeros(S, dtype=torch.int64)).index_add_(0, at, torch.ones_like(at))
@@ -49,7 +52,7 @@ def not_in_file(whole: Batches, folder: Path) -> list[str]:
     faults = []
     for (split, step, _), batch in whole.items():
         raw = (folder / f"{split}.bin").read_bytes()
-        for tokens, targets in zip(*batch.numpy().astype(np.uint16), strict=True):
+        for tokens, targets, _ in batch.numpy().astype(np.uint16).swapaxes(0, 1):
             at = raw.find(tokens.tobytes())
             following = np.frombuffer(raw[at + 2:at + 2 + targets.nbytes], np.uint16)
             if at < 0:
@@ -57,6 +60,41 @@ def not_in_file(whole: Batches, folder: Path) -> list[str]:
             elif not np.array_equal(following, targets):
                 odd = int((following != targets[:len(following)]).argmax())
                 faults.append(f"step {step}: the target at position {odd} is not the next token")
+    return faults
+
+
+def pieces_in_file(folder: Path, split: str, S: int, pack: str) -> Counter[bytes]:
+    """Counts the pieces of documents of which an epoch consists: tokens, targets and positions of each."""
+    ids, starts, weights = (np.fromfile(folder / name, kind).astype(np.int64) for name, kind in (
+        (f"{split}.bin", np.uint16), (STARTS[split], np.int64), (WEIGHTS[split], np.uint8)))
+    found: Counter[bytes] = Counter()
+    targets: np.ndarray = np.append(np.where(weights, ids, -1)[1:], -1)
+    for start, end in pairwise([*starts.tolist(), len(ids)]):
+        targets[end - 1] = -1  # nothing is learned behind a document's last token
+        first = start - start % S if pack == "in_order" else start
+        for a in range(first, end, S):
+            of = slice(max(a, start), min(a + S, end))
+            found[np.stack((ids[of], targets[of], np.arange(of.stop - of.start))).tobytes()] += 1
+    return found
+
+
+def not_packed(whole: Batches, folder: Path, S: int, pack: str) -> list[str]:
+    """Looks for the pieces of all sequences in the data's own files: each comes once before any comes again,
+    and what a sequence lacks is padding."""
+    every = {split: pieces_in_file(folder, split, S, pack) for split in STARTS}
+    left, faults = {split: Counter[bytes]() for split in STARTS}, list[str]()
+    for (split, step, _), batch in sorted(whole.items()):
+        for sequence in batch.transpose(0, 1).numpy():
+            left[split] = left[split] or every[split].copy()
+            for piece in np.split(sequence, np.flatnonzero(sequence[2] == 0)[1:], 1):
+                content = np.ascontiguousarray(piece).tobytes()
+                if left[split][content] > 0:
+                    left[split] -= Counter([content])
+                elif content in every[split]:
+                    faults.append(f"step {step} reads a document of {split}.bin again, before all others")
+                elif piece[0].any() or (piece[1] != -1).any():
+                    faults.append(f"step {step} reads {piece.shape[1]} tokens that are no document of "
+                                  f"{split}.bin, or have other targets or positions there")
     return faults
 
 
@@ -79,55 +117,58 @@ def odd_rates(cfg: Config) -> list[str]:
             if abs((got := train.learning_rate(cfg, it)) - (want := scheduled(cfg, it))) > 1e-9 * want]
 
 
-class AdamW:
-    """Trains in fp64 by the gradients of a reference in fp32."""
-
-    def __init__(self, cfg: Config, model: Reference) -> None:
-        self.cfg, self.model, self.parameters = cfg, model, model.memo_names()
-        self.weights = {name: p.detach().double() for name, p in self.parameters.items()}
-        self.exp_avg, self.exp_avg_sq = ({name: torch.zeros_like(w) for name, w in self.weights.items()}
-                                         for _ in range(2))
-
-    def step(self, it: int, batches: list[torch.Tensor]) -> dict[str, float]:
-        """Takes a step on the mean of (2, B, S) batches -> what a run shows of it."""
-        cfg, lr = self.cfg, scheduled(self.cfg, it)
-        self.model.zero_grad()
-        loss = backward(self.model, batches)
-        gradients = {name: g.double()[:len(self.weights[name])] for name, g in self.model.gradients().items()}
-        norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-        factor = min(1.0, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1.0
-        for name, w in self.weights.items():
-            g, m, v = gradients[name] * factor, self.exp_avg[name], self.exp_avg_sq[name]
-            m += (1 - cfg.beta1) * (g - m)
-            v += (1 - cfg.beta2) * (g * g - v)
-            w *= 1 - lr * cfg.weight_decay * (w.dim() > 1)  # of matrices alone
-            w -= lr * m / (1 - cfg.beta1**(it + 1)) / ((v / (1 - cfg.beta2**(it + 1))).sqrt() + 1e-8)
-            self.parameters[name].detach().copy_(w)
-        return dict(loss=loss, grad_norm=norm, lr=lr)
-
-    def errors(self, states: Mapping[str, Tensors], start: Tensors) -> dict[str, tuple[float, str]]:
-        """Finds {what: (the largest relative error, where)} of moments, and of how far weights have moved."""
-        moved = {name: w - start[name][:len(w)].double() for name, w in self.weights.items()}
-        wanted = dict(params=moved, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
-        worst = {}
-        for what, want in wanted.items():
-            got = {name: t.double() - start[name] * (what == "params") for name, t in states[what].items()}
-            # rows of the vocabulary's padding stay 0; without rotary positions biases of k learn noise
-            noise = "none" if self.cfg.position == "rope" else "k_b"
-            errors = [(math.inf if got[name][len(w):].any() else relative(got[name][:len(w)], w),
-                       place_of(name)) for name, w in want.items() if not name.endswith(noise)]
-            worst[what] = max(errors, key=lambda e: (math.isnan(e[0]), e[0]))
-        return worst
+def losses(model: Reference, batches: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields the parts of (3, B, S) batches in the mean loss of all their targets."""
+    learned = [int((batch[1] >= 0).sum()) for batch in batches]
+    for batch, n in zip(batches, learned, strict=True):
+        yield model(*batch) * (n / sum(learned))
 
 
 def backward(model: Reference, batches: list[torch.Tensor]) -> float:
-    """Computes the mean loss of (2, B, S) batches, and adds its gradients."""
+    """Computes the mean loss of batches, and adds its gradients."""
     total = 0.0
-    for batch in batches:
-        loss = model(*batch) / len(batches)
+    for loss in losses(model, batches):
         loss.backward()
         total += loss.item()
     return total
+
+
+class Trained:
+    """Trains a reference by torch's AdamW: in fp64, as it is itself."""
+
+    def __init__(self, cfg: Config, model: Reference) -> None:
+        self.cfg, self.model, self.parameters = cfg, model, model.memo_names()
+        self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
+        groups = [dict(params=[p for p in model.parameters() if (p.dim() > 1) == matrices],
+                       weight_decay=cfg.weight_decay * matrices) for matrices in (True, False)]
+        self.adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=1e-8)
+
+    def step(self, it: int, batches: list[torch.Tensor]) -> dict[str, float]:
+        """Takes a step on (3, B, S) batches -> what a run shows of it."""
+        lr = scheduled(self.cfg, it)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.model.zero_grad()
+        loss = backward(self.model, batches)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
+        self.adamw.step()
+        return dict(loss=loss, grad_norm=norm.item(), lr=lr)
+
+    def error(self, what: str, name: str, got: torch.Tensor) -> float:
+        """Computes the relative error of a moment, or of how far weights have moved."""
+        p, moved = self.parameters[name], what == "params"
+        if got[len(p):].any():  # rows of the vocabulary's padding stay 0
+            return math.inf
+        ours = got[:len(p)].double() - self.start[name] * moved
+        return relative(ours, p.detach() - self.start[name] if moved else self.adamw.state[p][what])
+
+    def errors(self, states: Mapping[str, Tensors]) -> Iterator[tuple[str, float, str]]:
+        """Yields (what, the largest relative error, where) of states."""
+        # without rotary positions biases of k learn noise
+        noise = "none" if self.cfg.position == "rope" else "k_b"
+        for what, got in states.items():
+            yield what, *largest((self.error(what, name, t), place_of(name)) for name, t in got.items()
+                                 if not name.endswith(noise))
 
 
 # --- saved and exported ---
@@ -138,7 +179,8 @@ def without_newest(source: Path, to: Path) -> None:
     shutil.rmtree(max((to / "ckpt").iterdir(), key=lambda folder: int(folder.name)))
 
 
-def exported_loss(out: Path, folder: Path, batch: torch.Tensor) -> tuple[float | None, str]:
+def exported_loss(out: Path, folder: Path, tokens: torch.Tensor,
+                  targets: torch.Tensor) -> tuple[float | None, str]:
     """Exports a run to Hugging Face's format -> (the loss of that model, or None; why)."""
     try:
         convert.to_hf(out, folder)
@@ -149,5 +191,5 @@ def exported_loss(out: Path, folder: Path, batch: torch.Tensor) -> tuple[float |
     from transformers import AutoModelForCausalLM
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
-        logits = net(batch[0]).logits.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, batch[1].flatten()).item(), ""
+        logits = net(tokens).logits.flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-1).item(), ""
