@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from memo.config.config import Config
+from memo.data.batch import open_dataset
 from memo.errors import ConfigError, RunFailed
+from memo.layer.tiles import RowOrder
 from memo.run.load_config import load_config
 from memo.system.command import run
 from memo.verify import ranks
@@ -19,8 +21,8 @@ from memo.verify.__main__ import main, read_argv
 from memo.verify.compare import within, worst_of
 from memo.verify.ranks import run_ranks
 from memo.verify.shrink import cut_degrees, shrink
-from memo.verify.steps import Read
-from memo.verify.training import not_in_file, put_together
+from memo.verify.steps import Read, make_data
+from memo.verify.training import not_in_file, not_packed, put_together
 from tests.helpers import ROOT
 
 SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=256", "--subsequences=1"]
@@ -35,7 +37,8 @@ def test_a_preset_is_cut_and_keeps_its_structure(preset):
     small, _, split, n, cut = shrink(cfg, world)  # whose rules Config checks
     assert n == small.tp * small.cp * small.pp <= 8 and split in (32, 256)
     for key in ("n_head", "kv_heads", "norm", "mlp", "bias", "position", "rope_scaling", "tie_embeddings",
-                "alpha", "tensor_parallel", "context_parallel", "activation", "msp", "states"):
+                "alpha", "documents", "pack", "tensor_parallel", "context_parallel", "activation", "msp",
+                "states"):
         assert getattr(small, key) == getattr(cfg, key)
     for key in ("tp", "cp", "pp"):
         assert (getattr(small, key) > 1) == (getattr(cfg, key) not in (1, "auto"))
@@ -94,6 +97,26 @@ def test_batches_that_are_wrong_are_found(tmp_path):
     assert "do not follow each other" in not_in_file({key: whole[key].flip(2)}, tmp_path)[0]
 
 
+@pytest.mark.parametrize("pack", ["best_fit", "in_order"])
+def test_documents_that_are_wrong_are_found(pack, tmp_path):
+    cfg = Config(block_size=128, batch_size=2, vocab_size=97, documents=True, pack=pack, seed=3)
+    make_data(folder := tmp_path / "data", cfg, 4)
+    data, order = open_dataset(str(folder), cfg.block_size, packs=pack), RowOrder([(cfg.block_size,)])
+    drawn = [data.draw(cfg, "train", step, 0, 1, order) for step in range(6)]  # more than an epoch
+    whole = {("train", step, 0): torch.stack((batch.tokens, batch.targets, batch.packed.positions))
+             for step, batch in enumerate(drawn)}
+    assert len(data.packings["train"]) < 12 and not not_packed(whole, folder, cfg.block_size, pack)
+    tokens, targets, positions = torch.stack([*whole.values()], 2).flatten(1, 2).unbind()
+    ends, padding = (targets < 0) & (positions.roll(-1, 1) == 0) & (tokens > 0), tokens == 0
+    for row, at, change in ((0, (0, 5), 1), (1, ends.nonzero()[0], 7), (1, padding.nonzero()[0], 7),
+                            (2, (0, 5), 9)):
+        wrong, (sequence, place) = {key: batch.clone() for key, batch in whole.items()}, map(int, at)
+        wrong["train", sequence % 6, 0][row, sequence // 6, place] += change
+        assert "are no document of train.bin" in not_packed(wrong, folder, cfg.block_size, pack)[0]
+    again = whole | {("train", 1, 0): whole["train", 0, 0]}
+    assert "again, before all others" in not_packed(again, folder, cfg.block_size, pack)[0]
+
+
 # --- how it ends ---
 
 def dies(host, told):
@@ -133,7 +156,7 @@ def test_bad_input_is_one_line(argv, words, capsys):
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault,keys", [
-    ("", []), ("halved", []), ("own part", []),
+    ("", []), ("halved", []), ("own part", []), ("", ["--documents=true", "--subsequences=2"]),
     ("", ["--tensor_parallel=metp", "--subsequences=2", "--block_size=1024", "--mlp=swiglu", "--norm=rmsnorm",
           "--n_kv_head=1", "--head_dim=16", "--qk_norm=true"])])
 def test_a_run_is_right_unless_messages_are_wrong(fault, keys, monkeypatch, capsys):

@@ -213,7 +213,9 @@ def expected_bytes(cfg: Layout, micros: int, shared: int) -> dict[str, float]:
     rows = cfg.batch_size * cfg.block_size // cp
     x, q = rows * cfg.n_embd * e, rows * cfg.n_head * cfg.head_width // tp * e
     found = dict[str, float]()
-    if tp > 1 and not cfg.metp and cfg.pp == 1 and not cfg.documents:  # of these the head takes some rows
+    if cfg.documents:  # the head takes learned rows alone, and a ring leaves out hops that no rank needs
+        return found
+    if tp > 1 and not cfg.metp and cfg.pp == 1:
         # 4 messages of x in a layer's forward, 6 in its backward, 4 at the edges; sums of softmax and norm
         found["tp"] = (tp - 1) / tp * (micros * ((10 * L + 4) * x + 4 * rows * (tp + 2)) + 8 * shared)
     if cp > 1 and cfg.context_parallel == "ring" and not cfg.metp and cfg.subsequences > 1 and not cfg.shares:

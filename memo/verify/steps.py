@@ -41,16 +41,17 @@ class Read(NamedTuple):
 
 
 def document_lengths(S: int, sequences: int, rng: np.random.Generator) -> list[int]:
-    """Draws the lengths of documents that fill so many sequences of S tokens, but for padding: each with one
-    longer than half of it, some of one token; of many also one longer than S."""
+    """Draws the lengths of documents that fill so many sequences of S tokens, but for padding: every other
+    sequence begins with a long one; all have short ones, some of a token; of many one is longer than S."""
     lengths = [S + S // 4] * (sequences > 3)
-    for _ in range(sequences):
+    for k in range(sequences):
         left = S - S // 32 - 1
+        if k % 2 == 0:
+            lengths.append(int(rng.integers(S // 2 + 1, 3 * S // 4)))
+            left -= lengths[-1]
         while left > 0:
-            longest = left == S - S // 32 - 1
-            n = int(rng.integers(*(S // 2 + 1, 3 * S // 4) if longest else (1, S // 8 + 2)))
-            lengths += [min(n, left), 1]
-            left -= n + 1
+            lengths += [int(rng.integers(1, min(left, S // 8) + 1)), 1]
+            left -= lengths[-2] + 1
     return lengths
 
 
