@@ -72,7 +72,7 @@ def rivals(cfg, B, name):
     unplanned = memo(replace(cfg, memory_plan="off"))
     with Kernels() as kernels:
         unplanned()
-    twin = Reference(cfg, torch.float32, blocked=False).load(initial_weights(cfg, 0, "cpu"))
+    twin = Reference(cfg, torch.float32).load(initial_weights(cfg, 0, "cpu"))
     steps = {"memo": memo(cfg), "unplanned": unplanned, "floor": kernels.run,
              "twin": autograd_step(twin, lambda: twin(tokens, targets))}
     if name in TRANSFORMERS:

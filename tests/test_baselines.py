@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memo.config.layout import Layout
 from memo.errors import ConfigError
 from memo.system import hardware
-from memo.verify.reference import ReferenceLayer, attend_fast
+from memo.verify.reference import ReferenceLayer
 from research.baseline_layer import ROTARY, logit_bytes, passes
 from research.baselines import (
     DEEPSPEED,
@@ -39,7 +39,7 @@ A800 = hardware.machine("a800-80gb")
 def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
     cfg = Layout(n_layer=1, n_head=4, n_embd=64, n_kv_head=kv_heads, n_inner=160, vocab_size=64,
                  block_size=32, batch_size=2, mlp=mlp, subsequences=1)
-    block, saved = ReferenceLayer(cfg, attend_fast), {}
+    block, saved = ReferenceLayer(cfg), {}
 
     def save(tensor):
         storage = tensor.untyped_storage()

@@ -168,7 +168,7 @@ class Rival:
     def made(self, kind, cfg):
         """A module of (tokens, targets) -> loss; its `host`: bytes that it has offloaded."""
         with torch.device(device()):
-            twin = Plain(cfg, torch.bfloat16, blocked=False)
+            twin = Plain(cfg, torch.bfloat16)
         return twin.set(kind).load(initial_weights(cfg, 0, device()))
 
     def step(self):
@@ -339,7 +339,7 @@ def check(notes, cfg):
     S, name = cfg.block_size, f"{cfg.mlp} {named(cfg)}"
     batches = torch.randint(0, cfg.vocab_size, (3, 2, 1, S), device=device())
     with torch.device(device()):
-        twin = Reference(cfg, torch.float32, blocked=False)
+        twin = Reference(cfg, torch.float32)
     twin.load((n, w.bfloat16().float()) for n, w in initial_weights(cfg, 0, device()))
     for batch in batches:
         want = twin(*batch)

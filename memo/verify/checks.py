@@ -96,8 +96,8 @@ class Checks:
         return Opened(replace(cfg, **keys), self.folder / name, host, self.weights)
 
     def reference(self) -> Reference:
-        """Makes the model in fp64. Of a cut run all scores fit: blocks would take ten times as long."""
-        return Reference(self.plain, torch.float64, blocked=False).load(self.weights.items())
+        """Makes the model in fp64."""
+        return Reference(self.plain, torch.float64).load(self.weights.items())
 
     def gather(self, parts: list[Part], check: str, what: str) -> Tensors:
         """Puts all ranks' Parts together, on the first rank; {} on others, and where they do not fit."""

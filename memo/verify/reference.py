@@ -10,18 +10,13 @@ Of memo it knows a Config and the names of parameters; the arithmetic is its own
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from memo.config.config import Config
-
-SCORES = 2**24  # products of a query and a key that exist at once: 128 MiB in fp64
-LOGITS = 2**24  # likewise of a row and a token of the vocabulary
-
 
 # --- positions ---
 
@@ -74,42 +69,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 # --- attention ---
 
-# `of` (B, T): the document of each token, which sees those of its own alone; None: there is one
-
-def attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None,
-                 first: int) -> torch.Tensor:
-    """Attends from the queries `first`, first + 1, ... (B, Hkv, H/Hkv, n, D) to those keys and values (B,
-    Hkv, first + n, D) that are not later -> (B, Hkv, H/Hkv, n, D)."""
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k) / math.sqrt(q.shape[-1])
-    query = torch.arange(first, first + q.shape[-2], device=q.device)
-    key = torch.arange(k.shape[-2], device=q.device)
-    unseen = key > query[:, None]
-    if of is not None:
-        unseen = unseen | (of[:, query, None] != of[:, None, key])[:, None, None]
-    return torch.einsum("bhgqk,bhkd->bhgqd", scores.masked_fill(unseen, -math.inf).softmax(-1), v)
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by blocks of queries, so
-    that at most SCORES scores exist, or those of one query; the backward makes each block's again."""
-    B, H, T, _ = q.shape
-    q = q.unflatten(1, (k.shape[1], -1))
-    n = max(1, SCORES // (B * H * T))
-    blocks = [checkpoint(attend_block, q[..., i:i + n, :], k[..., :i + n, :], v[..., :i + n, :], of, i,
-                         use_reentrant=False, preserve_rng_state=False) for i in range(0, T, n)]
-    return torch.cat(blocks, -2).flatten(1, 2)
-
-
-def attend_fast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                of: torch.Tensor | None = None) -> torch.Tensor:
-    """Attends as attend() does, by torch's own kernel, in each document of each sequence by itself."""
+    """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by torch's own kernel. `of`
+    (B, T): the document of each token, which sees those of its own alone; None: there is one."""
     if of is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
 
     def in_sequence(b: int, *qkv: torch.Tensor) -> torch.Tensor:
         lengths = of[b].unique_consecutive(return_counts=True)[1].tolist()
         pieces = zip(*(t[b:b + 1].split(lengths, 2) for t in qkv), strict=True)
-        return torch.cat([attend_fast(*piece) for piece in pieces], 2)
+        return torch.cat([attend(*piece) for piece in pieces], 2)
     return torch.cat([in_sequence(b, q, k, v) for b in range(len(of))])
 
 
@@ -123,10 +92,10 @@ def norm_of(cfg: Config, width: int) -> nn.Module:
 class ReferenceLayer(nn.Module):
     """Computes a layer, whose modules have memo's names of their parameters."""
 
-    def __init__(self, cfg: Config, attention: Callable[..., torch.Tensor] = attend) -> None:
+    def __init__(self, cfg: Config) -> None:
         super().__init__()
         C, D, inner = cfg.n_embd, cfg.head_width, cfg.inner_width
-        self.cfg, self.attention = cfg, attention
+        self.cfg = cfg
         self.ln1, self.ln2 = norm_of(cfg, C), norm_of(cfg, C)
         self.q, self.k, self.v = (nn.Linear(C, heads * D, bias=cfg.bias or cfg.qkv_bias)
                                   for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads))
@@ -149,7 +118,7 @@ class ReferenceLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.proj(self.attention(q, k, v, of).transpose(1, 2).reshape(B, T, -1))
+        x = x + self.proj(attend(q, k, v, of).transpose(1, 2).reshape(B, T, -1))
         return x + self.mlp(self.ln2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,18 +129,16 @@ class ReferenceLayer(nn.Module):
 
 
 class Reference(nn.Module):
-    """Computes a Config's model in `dtype`, whose weights load() sets. `blocked`: attention goes by blocks
-    of queries and the head by chunks of rows, so that no S x S and no S x V elements exist at once;
-    without, torch's own kernels take all of them. `x`: the first layer's input, which keeps its gradient."""
+    """Computes a Config's model in `dtype`, whose weights load() sets. `x`: the first layer's input, which
+    keeps its gradient."""
 
-    def __init__(self, cfg: Config, dtype: torch.dtype = torch.float64, blocked: bool = True) -> None:
+    def __init__(self, cfg: Config, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.cfg, self.blocked = cfg, blocked
+        self.cfg = cfg
         self.x: torch.Tensor | None = None
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
-        attention = attend if blocked else attend_fast
-        self.h = nn.ModuleList(ReferenceLayer(cfg, attention) for _ in range(cfg.n_layer))
+        self.h = nn.ModuleList(ReferenceLayer(cfg) for _ in range(cfg.n_layer))
         self.lnf = norm_of(cfg, cfg.n_embd)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.to(dtype)
@@ -217,13 +184,7 @@ class Reference(nn.Module):
                 positions: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the mean loss, in nats, of tokens and targets (B, T). `positions`: as in hidden()."""
         rows, ids = self.hidden(tokens, positions).flatten(0, 1), targets.flatten()
-        learned = (ids >= 0).sum().clamp(min=1)
-        if not self.blocked:
-            return self.loss_sum(rows, ids) / learned
-        n = max(1, LOGITS // self.cfg.vocab_size)
-        parts = [checkpoint(self.loss_sum, *chunk, use_reentrant=False, preserve_rng_state=False)
-                 for chunk in zip(rows.split(n), ids.split(n), strict=True)]
-        return torch.stack(parts).sum() / learned
+        return self.loss_sum(rows, ids) / (ids >= 0).sum().clamp(min=1)
 
     # --- by memo's names ---
 
