@@ -150,7 +150,7 @@ class Checks:
             self.wanted, self.reads = together(self.plain, 1, [opened.gradients()]), opened.reads
             opened.run.close()
             model, batches = self.reference(), [read.batch for read in self.reads]
-            self.loss = training.backward(model, batches)
+            self.loss = training.mean_loss(model, batches)
             self.exact = model.gradients()
             self.norm = math.sqrt(sum(g.square().sum().item() for g in self.exact.values()))
             self.compare("reference", "gradients of one process", self.wanted, self.exact, GRADIENT)
@@ -159,7 +159,7 @@ class Checks:
             dead = [f"gradient of {place_of(name)} is zero" for name, g in self.wanted.items() if not g.any()]
             self.say(none_of("alive", dead, f"gradients of {len(self.wanted)} parameters"))
             with torch.no_grad():
-                first = float(sum(training.losses(model.load(drawn.items()), batches)))
+                first = training.mean_loss(model.load(drawn.items()), batches)
             expected = math.log(self.cfg.vocab_size)
             self.say(within("alive", "first loss from ln V", abs(first - expected), NEAR_LN_V,
                             f"the first loss is {first:.4f}, far from ln V = {expected:.4f}"))
@@ -169,10 +169,9 @@ class Checks:
 
     def as_usual(self) -> None:
         """Checks the layout as it is: a step, memory, three steps of training."""
-        name, keys = "as usual", self.variants["as usual"]
-        opened = self.layout(name)
+        opened = self.layout("as usual")
         self.memory(opened)
-        self.three_steps(opened, name, keys)
+        self.three_steps(opened)
         opened.run.close()
 
     def in_small_pieces(self) -> None:
@@ -300,7 +299,7 @@ class Checks:
 
     # --- three steps of training, saved, resumed, exported ---
 
-    def three_steps(self, opened: Opened, name: str, keys: Keys) -> None:
+    def three_steps(self, opened: Opened) -> None:
         """Trains three steps; looks at what was read, at the states, at what is saved."""
         self.stage("optimizer")
         metrics = opened.train()
@@ -316,7 +315,7 @@ class Checks:
             if not torch.equal(copies.setdefault(key, (rank, values))[1], values)],
             "ranks that hold the same have the same bits"))
         trained = self.optimizer(metrics, states, whole) if all(states.values()) else None
-        self.resume(opened, name, keys, metrics, parts)
+        self.resume(opened, metrics, parts)
         if trained:
             self.elsewhere(metrics[-1]["loss"], whole, trained)
 
@@ -329,8 +328,8 @@ class Checks:
             wanted = {}
             if shown.get("val_loss") is not None:
                 with torch.no_grad():
-                    wanted["val_loss"] = float(sum(training.losses(
-                        model, [whole["val", 0, i] for i in range(self.cfg.eval_iters)])))
+                    wanted["val_loss"] = training.mean_loss(
+                        model, [whole["val", 0, i] for i in range(self.cfg.eval_iters)])
             wanted |= trained.step(it, [whole["train", it, micro] for micro in range(self.micros)])
             faults += [f"{key} of step {it} is {factor_words(shown[key], want, self.degrees)}: "
                        f"{shown[key]:.7g}, not {want:.7g}" for key, want in wanted.items()
@@ -344,14 +343,13 @@ class Checks:
         self.say(none_of("alive", still, "each parameter moves"))
         return model
 
-    def resume(self, opened: Opened, name: str, keys: Keys, metrics: list[dict[str, Any]],
-               parts: dict[str, list[Part]]) -> None:
+    def resume(self, opened: Opened, metrics: list[dict[str, Any]], parts: dict[str, list[Part]]) -> None:
         """Resumes the last step, in this layout."""
         self.stage("resume")
         for to in ("resumed", "alone") if self.first else ():
-            training.without_newest(self.folder / name, self.folder / to)
+            training.without_newest(opened.run.out, self.folder / to)
         self.stage("resume")
-        again = self.open("resumed", **keys, init_from="resume")
+        again = self.open("resumed", **self.variants["as usual"], init_from="resume")
         shown, other = again.train(), again.states()
         last = [read for read in opened.reads if read.key[1] == 2 or read.key[0] == "val"]
         same = [torch.equal(a.batch, b.batch) for a, b in zip(last[-len(again.reads):], again.reads,

@@ -168,7 +168,7 @@ def influence_faults(model: Model, cfg: Config, rank: int) -> list[str]:
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+                    causal: bool) -> tuple[torch.Tensor, ...]:
     """Computes attention's (output (B, T, H, D), logsumexp (B, H, T)), all scores at once."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])
@@ -190,15 +190,14 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
         if low:  # each product of a query and a key is -low * sqrt(D) or so
             side = math.sqrt(low / math.sqrt(cfg.head_width))
             q, k = q / 8 + side, k / 8 - side
-        leaves = q_, k_, v_ = [t.double().cpu().requires_grad_() for t in (q, k, v)]
-        want, lse = exact_attention(q_, k_, v_, causal)
-        want.backward(dout.double().cpu())
-        out, lse_ = kernel.forward(q, k, v, causal)
-        got = [out, lse_, *kernel.backward(dout, q, k, v, out, lse_, causal)]
-        for name, one, exact in zip(("output", "logsumexp", "dq", "dk", "dv"), got,
-                                    [want.detach(), lse.detach(), *(t.grad for t in leaves)], strict=True):
+        leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
+        exact = exact_attention(*leaves, causal=causal)
+        exact += torch.autograd.grad(exact[0], leaves, dout.double().cpu())
+        out, lse = kernel.forward(q, k, v, causal)
+        got = [out, lse, *kernel.backward(dout, q, k, v, out, lse, causal)]
+        for name, one, right in zip(("output", "logsumexp", "dq", "dk", "dv"), got, exact, strict=True):
             # of far scores all keys weigh the same: differences of gradients nearly cancel
-            error = relative(one.cpu(), exact) if not (low and name in ("dq", "dk")) else 0.0
+            error = relative(one.cpu(), right.detach()) if not (low and name in ("dq", "dk")) else 0.0
             # a score of -150 has an error of 1e-5 in fp32, and so has its exponential
             if not (error <= max(bound, 1e-6 * low) and one.isfinite().all()):
                 faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys, logsumexp "

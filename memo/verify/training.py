@@ -1,7 +1,6 @@
 """Checks what three steps of training read, give and leave: by numpy over the dataset's files, and AdamW in
 fp64."""
 
-import importlib.util
 import math
 import shutil
 from collections import Counter
@@ -30,20 +29,21 @@ def put_together(ranks: list[tuple[torch.Tensor, list[Read]]], S: int,
                  copies: int) -> tuple[Batches, list[str]]:
     """Puts the batches together that all ranks have read at their tokens -> (whole ones, faults). `copies`:
     of ranks that read the same tokens."""
-    whole, count, faults = Batches(), Batches(), list[str]()
+    whole, faults = Batches(), list[str]()
+    read: dict[tuple[str, int, int], list[torch.Tensor]] = {}
     for rank, (at, reads) in enumerate(ranks):
         for key, batch in reads:
             there = whole.setdefault(key, torch.full((*batch.shape[:2], S), -2))[:, :, at]
             if ((there > -2) & (there != batch)).any():
                 faults.append(f"rank {rank} reads other tokens of step {key[1]} than one that has the same")
             whole[key][:, :, at] = batch
-            count.setdefault(key, torch.zeros(S, dtype=torch.int64)).index_add_(0, at, torch.ones_like(at))
-    for (split, step, micro), times in count.items():
+            read.setdefault(key, []).append(at)
+    for (split, step, micro), places in read.items():
+        times = torch.cat(places).bincount(minlength=S)
         odd = (times != copies if split == "train" else times < copies).nonzero()
         if len(odd):
-            place = odd[0].item()
-            faults.append(f"position {place} of step {step}, micro batch {micro}, is read "
-                          f"{times[place].item() / copies:g} times over all ranks, not once")
+            faults.append(f"position {odd[0].item()} of step {step}, micro batch {micro}, is read "
+                          f"{times[odd[0]].item() / copies:g} times over all ranks, not once")
     return whole, faults
 
 
@@ -117,18 +117,13 @@ def odd_rates(cfg: Config) -> list[str]:
             if abs((got := train.learning_rate(cfg, it)) - (want := scheduled(cfg, it))) > 1e-9 * want]
 
 
-def losses(model: Reference, batches: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the parts of (3, B, S) batches in the mean loss of all their targets."""
-    learned = [int((batch[1] >= 0).sum()) for batch in batches]
-    for batch, n in zip(batches, learned, strict=True):
-        yield model(*batch) * (n / sum(learned))
-
-
-def backward(model: Reference, batches: list[torch.Tensor]) -> float:
-    """Computes the mean loss of batches, and adds its gradients."""
-    total = 0.0
-    for loss in losses(model, batches):
-        loss.backward()
+def mean_loss(model: Reference, batches: list[torch.Tensor]) -> float:
+    """Computes the mean loss of all targets of (3, B, S) batches; adds its gradients, if they are wanted."""
+    total, learned = 0.0, sum(int((batch[1] >= 0).sum()) for batch in batches)
+    for batch in batches:
+        loss = model(*batch) * ((batch[1] >= 0).sum() / learned)
+        if loss.requires_grad:
+            loss.backward()
         total += loss.item()
     return total
 
@@ -149,7 +144,7 @@ class Trained:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.model.zero_grad()
-        loss = backward(self.model, batches)
+        loss = mean_loss(self.model, batches)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
         self.adamw.step()
         return dict(loss=loss, grad_norm=norm.item(), lr=lr)
@@ -184,11 +179,11 @@ def exported_loss(out: Path, folder: Path, tokens: torch.Tensor,
     """Exports a run to Hugging Face's format -> (the loss of that model, or None; why)."""
     try:
         convert.to_hf(out, folder)
+        from transformers import AutoModelForCausalLM
     except ConfigError as e:
         return None, f"no model of Hugging Face is like it ({str(e).partition(';')[0]})"
-    if importlib.util.find_spec("transformers") is None:
+    except ImportError:
         return None, "transformers is not installed"
-    from transformers import AutoModelForCausalLM
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     with torch.no_grad():
         logits = net(tokens).logits.flatten(0, 1)
