@@ -190,8 +190,8 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
         if low:  # each product of a query and a key is -low * sqrt(D) or so
             side = math.sqrt(low / math.sqrt(cfg.head_width))
             q, k = q / 8 + side, k / 8 - side
-        leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
-        exact = exact_attention(*leaves, causal=causal)
+        leaves = q_, k_, v_ = [t.double().cpu().requires_grad_() for t in (q, k, v)]
+        exact = exact_attention(q_, k_, v_, causal)
         exact += torch.autograd.grad(exact[0], leaves, dout.double().cpu())
         out, lse = kernel.forward(q, k, v, causal)
         got = [out, lse, *kernel.backward(dout, q, k, v, out, lse, causal)]

@@ -47,10 +47,10 @@ def document_lengths(S: int, sequences: int, rng: np.random.Generator) -> list[i
     for k in range(sequences):
         left = S - S // 32 - 1
         if k % 2 == 0:
-            lengths.append(int(rng.integers(S // 2 + 1, 3 * S // 4)))
+            lengths.append(int(rng.integers(S // 2 + 1, S // 2 + S // 5 + 2)))
             left -= lengths[-1]
         while left > 0:
-            lengths += [int(rng.integers(1, min(left, S // 8) + 1)), 1]
+            lengths += [int(rng.integers(1, min(left, S // 8 + 1) + 1)), 1]
             left -= lengths[-2] + 1
     return lengths
 
