@@ -60,7 +60,7 @@ MUTATIONS = [
              "device=q.device).triu_(1)", "device=q.device).triu_(2)", "kernels", "--attention=math"),
     Mutation("shared-keys-sum-over-the-wrong-heads", "memo/kernels/attention.py",
              "(g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))",
-             "(g.unflatten(2, (-1, k.shape[2])).sum(2) for g in (dk, dv))", "reference",
+             "(g.unflatten(2, (-1, k.shape[2])).sum(2) for g in (dk, dv))", "kernels",
              f"{LLAMA} --attention=math"),
     Mutation("scale-of-the-scores", "memo/kernels/attention.py",
              "repeated(k, q).float()) * q.shape[-1]**-0.5", "repeated(k, q).float()) * q.shape[-2]**-0.5",

@@ -129,13 +129,11 @@ class ReferenceLayer(nn.Module):
 
 
 class Reference(nn.Module):
-    """Computes a Config's model in `dtype`, whose weights load() sets. `x`: the first layer's input, which
-    keeps its gradient."""
+    """Computes a Config's model in `dtype`, whose weights load() sets."""
 
     def __init__(self, cfg: Config, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.cfg = cfg
-        self.x: torch.Tensor | None = None
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
         self.h = nn.ModuleList(ReferenceLayer(cfg) for _ in range(cfg.n_layer))
@@ -164,9 +162,6 @@ class Reference(nn.Module):
         number = (positions == 0).cumsum(1)
         of = number if number.max() > 1 else None  # a causal mask alone is faster
         x, cos, sin = self.embed(tokens, positions)
-        self.x = x
-        if x.requires_grad:
-            x.retain_grad()
         for block in self.h:
             x = block(x, cos, sin, of)
         return x

@@ -20,11 +20,10 @@ from memo.data.tokens import STARTS, WEIGHTS
 from memo.layer.tiles import Batch
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import bucket_views
-from memo.run.ending import train_and_save
+from memo.run.ending import complete
 from memo.run.loggers import read_metrics
 from memo.run.state import Run
 from memo.system.axis import Axis
-from memo.system.command import StopSignal
 from memo.system.launch import Launch
 
 LARGE = 8.0  # times as large as at first: attention chooses then, and gradients of q and k are above noise
@@ -134,9 +133,7 @@ class Opened:
         """Takes the steps of the run and saves -> its metrics."""
         self.reads.clear()
         with NO_PICTURE:
-            train_and_save(self.run, train.train, StopSignal(quiet=True, alone=self.run.mesh.host.size == 1))
-        for logger in self.run.loggers:
-            logger.close()
+            complete(self.run, train.train)
         return read_metrics(self.run.out / "metrics.jsonl") if self.run.speaks else []
 
     def parts(self, of: Callable[[int], torch.Tensor]) -> list[Part]:
