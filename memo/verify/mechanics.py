@@ -121,16 +121,17 @@ def slowed(work_of: Callable[..., Work], compute: bool, pause: Callable[[], obje
     return label, late, *arguments
 
 
-def pieces_of_sequences(cfg: Config, g: torch.Generator) -> tuple[list[tuple[int, ...]], torch.Tensor]:
-    """Draws (where documents start in each sequence but at 0: one is a token alone, where chunks meet; the
-    first token of each token's document (B, S)). Without documents a sequence is one."""
-    B, S, starts = cfg.batch_size, cfg.block_size, list[tuple[int, ...]]()
-    first = torch.zeros(B, S, dtype=torch.int64)
+def draw_documents(cfg: Config, g: torch.Generator) -> tuple[list[tuple[int, ...]], torch.Tensor]:
+    """Draws (ends of the documents in each sequence: one is a token where chunks meet, behind the last is
+    padding; the first token that each token sees (B, S)). Without documents a sequence is one."""
+    B, S, ends = cfg.batch_size, cfg.block_size, list[tuple[int, ...]]()
+    first, end = torch.zeros(B, S, dtype=torch.int64), S - S // 16
     for b in range(B if cfg.documents else 0):
-        drawn = torch.randint(1, S, (3,), generator=g).tolist()
-        starts.append(tuple(sorted({S // 2, S // 2 + 1, *drawn})))
-        first[b, [*starts[b]]] = torch.tensor(starts[b])
-    return starts, first.cummax(1).values
+        borders = sorted({S // 2, S // 2 + 1, *torch.randint(1, end, (3,), generator=g).tolist()})
+        ends.append((*borders, end))
+        first[b, borders] = torch.tensor(borders)
+        first[b, end:] = torch.arange(end, S)
+    return ends, first.cummax(1).values
 
 
 def outputs(model: Model, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -150,9 +151,9 @@ def influence_faults(model: Model, cfg: Config, rank: int) -> list[str]:
     S, g, faults = cfg.block_size, torch.Generator().manual_seed(cfg.seed), list[str]()
     own, tokens = torch.cat(model.order.positions()), torch.randint(
         cfg.vocab_size, (cfg.batch_size, S), generator=g)
-    starts, first = pieces_of_sequences(cfg, g)
-    if starts:
-        model.meet(Packed((torch.arange(S) - first)[:, own].to(model.device), tuple(starts)))
+    ends, first = draw_documents(cfg, g)
+    if ends:
+        model.meet(Packed((torch.arange(S) - first)[:, own].to(model.device), tuple(ends)))
     before = outputs(model, tokens[:, own])
     for place in [0, S // 2, S - 2, *torch.randint(1, S - 1, (2,), generator=g).tolist()]:
         changed = tokens.clone()
