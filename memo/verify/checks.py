@@ -121,9 +121,10 @@ class Checks:
         self.say(within(check, what, abs(got - want) / max(abs(want), 1e-30), bound,
                         f"{what} is {factor_words(got, want, self.degrees)}: {got:.7g}, not {want:.7g}"))
 
-    # --- what all else rests on: attention's kernel at the run's own heads, messages ---
+    # --- one process against the reference ---
 
     def parts_alone(self) -> None:
+        """Tries what all else rests on: attention's kernel at the run's own heads, messages."""
         self.stage("kernels")
         dtype = torch.bfloat16 if self.low.get("dtype") == "bfloat16" else torch.float32
         if self.first:
@@ -133,8 +134,6 @@ class Checks:
         self.stage("messages")
         if self.host.size > 1:
             self.faults("messages", mechanics.message_faults(self.host), "all kinds bring what was sent")
-
-    # --- one process against the reference ---
 
     def one_process(self) -> None:
         """Compares one plain process with the reference in fp64, and finds what is dead in it."""
