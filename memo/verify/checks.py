@@ -272,7 +272,10 @@ class Checks:
         """Compares the bytes that each axis has sent with a formula."""
         model, sent = opened.run.model, opened.run.mesh.take_sent_bytes()
         shared = sum(len(part[3]) for part in own if self.split_dims[part[0]] is None)
-        expected = mechanics.expected_bytes(cfg, model.micro_batches, shared)
+        data, dp = opened.run.data, model.mesh.dp
+        batches = [data.ends(cfg, 0, micro, dp.size) for micro in range(
+            dp.rank, cfg.micro_batches(dp.size), dp.size)]
+        expected = mechanics.expected_bytes(cfg, batches, shared)
         self.faults("layout", [f"axis {name} has sent {factor_words(sent[name], want, self.degrees)}: "
                                f"{sent[name]} bytes, by the formula {want:.0f}"
                                for name, want in expected.items() if abs(sent[name] - want) > 1e-4 * want],

@@ -4,16 +4,18 @@ activations, slow streams, the outputs of single tokens."""
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 
 from memo.config import layer
 from memo.config.config import Config
 from memo.config.layer import Tensor, groups_of
-from memo.config.layout import Layout
+from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.where import Room, place_rows, problem_of, ways_of
 from memo.kernels.attention import resolve_attention
 from memo.layer.tiles import Packed
@@ -206,20 +208,43 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     return faults
 
 
-def expected_bytes(cfg: Layout, micros: int, shared: int) -> dict[str, float]:
+def hops_by_subsequences(cfg: Layout, ends: Sequence[Sequence[int]]) -> list[int]:
+    """Counts the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
+    between ranks with tokens of one document, of which the later ones are in that subsequence."""
+    starts = [*accumulate(lengths := subsequence_lengths(cfg), initial=0)]
+    # the first token of each, its subsequence, and who has it
+    chunks = [(start + k * n // (2 * cfg.cp), i, min(k, 2 * cfg.cp - 1 - k))
+              for i, (start, n) in enumerate(zip(starts, lengths, strict=False)) for k in range(2 * cfg.cp)]
+    edges = [*(first for first, *_ in chunks), cfg.block_size]
+    needed = [set[int]() for _ in lengths]
+    for of in ends:
+        for first, end in pairwise((0, *of)):
+            mine = chunks[bisect_right(edges, first) - 1:bisect_left(edges, end)]
+            for n, (_, i, rank) in enumerate(mine):
+                needed[i] |= {(rank - other) % cfg.cp for *_, other in mine[:n]}
+    return [len(distances - {0}) for distances in needed]
+
+
+def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shared: int) -> dict[str, float]:
     """Computes {axis: bytes that a rank sends in a step's passes} with activation=keep, where there is a
-    formula; e bytes an element. `shared`: elements that a rank owns of what all tp ranks hold."""
-    e, tp, cp, L = 4, cfg.tp, cfg.cp, len(cfg.layers)
+    formula; e bytes an element. `batches`: of each micro batch of this rank the ends of documents; `shared`:
+    elements that a rank owns of what all tp ranks hold."""
+    e, tp, cp, L, micros = 4, cfg.tp, cfg.cp, len(cfg.layers), len(batches)
     rows = cfg.batch_size * cfg.block_size // cp
-    x, q = rows * cfg.n_embd * e, rows * cfg.n_head * cfg.head_width // tp * e
+    x, q, kv = (rows * n * e for n in (cfg.n_embd, *(
+        heads * cfg.head_width // tp for heads in (cfg.n_head, 2 * cfg.kv_heads))))
     found = dict[str, float]()
-    if cfg.documents:  # the head takes learned rows alone, and a ring leaves out hops that no rank needs
-        return found
-    if tp > 1 and not cfg.metp and cfg.pp == 1:
+    # with documents the head takes learned rows alone
+    if tp > 1 and not cfg.metp and cfg.pp == 1 and not cfg.documents:
         # 4 messages of x in a layer's forward, 6 in its backward, 4 at the edges; sums of softmax and norm
         found["tp"] = (tp - 1) / tp * (micros * ((10 * L + 4) * x + 4 * rows * (tp + 2)) + 8 * shared)
-    if cp > 1 and cfg.context_parallel == "ring" and not cfg.metp and cfg.subsequences > 1 and not cfg.shares:
+    if cp > 1 and cfg.context_parallel == "ring" and not cfg.metp and not cfg.shares:
         lse = rows * cfg.n_head // tp * 4
-        # queries leave, outputs come back; in the backward also their gradients
-        found["cp"] = micros * L * (cp - 1) * ((q + q + lse) + (3 * q + lse + q))
+        # keys and values go round for each group of heads that reads them, and in the backward again, with
+        # their gradients; of several subsequences queries leave, outputs come back, and their gradients
+        times = max(1, cfg.n_head // cfg.kv_heads // layer.group_heads(cfg, cfg.block_size))
+        each = 3 * kv * times if cfg.subsequences == 1 else (q + q + lse) + (3 * q + lse + q)
+        parts = [n / cfg.block_size for n in subsequence_lengths(cfg)]
+        found["cp"] = L * each * sum(part * hops for ends in batches for part, hops in zip(
+            parts, hops_by_subsequences(cfg, ends), strict=True))
     return found
