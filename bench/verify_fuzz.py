@@ -1,5 +1,5 @@
 """Does memo.verify say "right" of configs that are right? 60 of them from a seed: families, precisions,
-layouts, numbers of subsequences, modes, states; ten with eight ranks.
+layouts, numbers of subsequences, modes, states, documents; ten with eight ranks.
 
     python -m bench.verify_fuzz [--seed=0] [--cases=60] [--only=17,18] [--out=bench/results/verify_fuzz.json]
 """
@@ -64,6 +64,8 @@ def config_of(seed: int, number: int, cases: int) -> dict:
         keys["gradient_accumulation_steps"] = 2 * max(1, world // ranks)
     if keys.get("tp", 1) > keys.get("n_kv_head", 8) and keys.get("tensor_parallel") != "metp":
         keys.pop("n_kv_head")
+    if rng.random() < 0.3:
+        keys |= dict(documents=True, pack=rng.choice(("best_fit", "in_order")))
     return keys
 
 
