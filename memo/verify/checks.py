@@ -30,6 +30,8 @@ from memo.verify.steps import Opened, Part, Read, Tensors, make_data, together, 
 
 # Relative bounds. fp32 has 24 bits, 6e-8: sums of a few thousand products err by 1e-6, layers by a few
 GRADIENT, LOSS = 1e-5, 2e-6
+# those of q and k are differences of near equal terms at first weights: up to 1.1e-5 with learned positions
+FROM_FP64 = 2e-5
 # bf16 has 8 bits, 4e-3: each of some ten roundings on the way to a gradient adds, e4m3's 6e-2 more so
 LOW = dict(bf16=(5e-2, 2e-3), fp8=(0.4, 5e-3))  # of gradients, of the loss: bench/results/verify_fuzz.json
 # moments are linear in gradients and their squares; a step divides by a root, so that signs of noise count
@@ -152,7 +154,7 @@ class Checks:
             self.loss = training.mean_loss(model, batches)
             self.exact = model.gradients()
             self.norm = math.sqrt(sum(g.square().sum().item() for g in self.exact.values()))
-            self.compare("reference", "gradients of one process", self.wanted, self.exact, GRADIENT)
+            self.compare("reference", "gradients of one process", self.wanted, self.exact, FROM_FP64)
             self.compare_number("reference", "the loss", loss, self.loss, LOSS)
             self.compare_number("reference", "the norm that clips", norm, self.norm, GRADIENT)
             dead = [f"gradient of {place_of(name)} is zero" for name, g in self.wanted.items() if not g.any()]
