@@ -305,7 +305,8 @@ class GPT:
     def __init__(self, cfg: Layout, parameters: Parameters) -> None:
         p, mesh = parameters, parameters.mesh
         self.cfg, self.mesh, self.layout, self.buckets = cfg, mesh, p.layout, p.buckets
-        kernel = resolve_attention(cfg.attention, p.device, p.dtype, cfg.head_width, aligned(cfg))
+        kernel = resolve_attention(cfg.attention, p.device, p.dtype, cfg.head_width, aligned(cfg),
+                                   cfg.documents)
         self.ops, self.why_ops = resolve_ops(cfg.ops, p.device)
         check_products(cfg.matmul, p.device)
         # `ahead`: blocks on their way round the ring. METP (memo/layer/metp_block.py) sends keys and values
@@ -341,7 +342,8 @@ class GPT:
             return None
         mine = positions[tp.rank::tp.size] if cfg.metp else positions
         turn = rotations(mine, cfg.head_width, cfg.rope_theta,
-                         *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)))
+                         *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)),
+                         pin=cfg.pin_memory)
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
 

@@ -3,6 +3,7 @@ the CPU. Each is strict: what memo does not hand in must have the value that swi
 
 import inspect
 import sys
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -59,6 +60,13 @@ BACKWARD = {
     "4 beta 0": BWD4 + "block_sparse_tensors=None",
     "4 beta 27": BWD4 + "aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None",
 }
+VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+# {version: (forward, backward) of lengths}, where they are functions of their own
+LENGTHS = {"2.8.3": ("q, k, v, " + VARLEN + """dropout_p, softmax_scale, causal, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False""", "dout, q, k, v, out, softmax_lse, dq, dk, dv, "
+    + VARLEN + """dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, deterministic, rng_state=None, zero_tensors=False""")}
 KERNEL = {"2": "flash_attn_2", "3": "flash_attn_3", "4": "flash_attn_4"}
 TENSORS = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
 OURS = {*TENSORS, "lse", "softmax_scale", "causal", "is_causal", "deterministic", "return_lse", "out_"}
@@ -72,9 +80,26 @@ def check(given):
         if name in FIXED:
             wanted = FIXED[name] if isinstance(FIXED[name], tuple) else (FIXED[name],)
             assert value in wanted, (name, value)
-        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_", "seqused", "sequed", "max_", "page",
-                              "kv_", "leftpad", "rotary_c", "rotary_s", "seqlens", "q_de", "k_de", "v_de")):
+        elif name.startswith(("alibi", "k_new", "v_new", "qv", "cu_seqlens_k_new", "seqused", "sequed",
+                              "page", "block_table", "kv_", "leftpad", "rotary_c", "rotary_s", "seqlens",
+                              "q_de", "k_de", "v_de")):
             assert value is None, name
+        elif name.startswith(("cu_", "max_")):
+            assert (value is None) == (given["q"].dim() == 4), name
+
+
+def in_documents(kernel, a, causal, tensors, lse=()):
+    """Calls a kernel of the mathematics; with lengths, where a tensor is (rows, H, D) and lse (H, rows), for
+    each document."""
+    if a["q"].dim() == 4:
+        return kernel(*tensors, *lse, causal)
+    starts = a["cu_seqlens_q"]
+    assert causal and starts is a["cu_seqlens_k"] and starts.dtype is torch.int32
+    assert max(starts.diff()) <= a["max_seqlen_q"] == a["max_seqlen_k"]
+    results = [[t[0] for t in kernel(*(t[None, first:end] for t in tensors),
+                                     *(t[None, :, first:end] for t in lse), causal)]
+               for first, end in pairwise(starts.tolist())]
+    return [torch.cat(parts, 1 if parts[0].dim() == 2 else 0) for parts in zip(*results, strict=True)]
 
 
 def function(name, signature, body):
@@ -87,7 +112,7 @@ def forward(version):
     def body(a):
         check(a)
         assert a["softmax_scale"] == a["q"].shape[-1]**-0.5
-        out, lse = math_forward(a["q"], a["k"], a["v"], a["causal"])
+        out, lse = in_documents(math_forward, a, a["causal"], (a["q"], a["k"], a["v"]))
         if a.get("out") is not None:
             out = a["out"].copy_(out)
         assert a.get("out_") is None
@@ -104,7 +129,8 @@ def backward(version):
         causal = a["is_causal"] if "is_causal" in a else a["causal"]
         lse = a["lse"] if "lse" in a else a["softmax_lse"]
         assert a["softmax_scale"] == a["q"].shape[-1]**-0.5
-        gradients = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], lse, causal)
+        gradients = in_documents(math_backward, a, causal,
+                                 [a[n] for n in ("dout", "q", "k", "v", "out")], [lse])
         assert lse.is_contiguous() and a["deterministic"] is torch.are_deterministic_algorithms_enabled()
         for name, g in zip(("dq", "dk", "dv"), gradients, strict=True):
             a[name].copy_(g)
@@ -117,7 +143,8 @@ def backward(version):
 def custom_op(name, f, mutates, results):
     """`f` as torch.library.custom_op has it: it hides the signature, and no result may be an argument."""
     kinds = dict(causal="bool", is_causal="bool", deterministic="bool", return_softmax="bool",
-                 rotary_interleaved="bool", dropout_p="float", softmax_scale="float?", softcap="float",
+                 rotary_interleaved="bool", zero_tensors="bool",
+                 dropout_p="float", softmax_scale="float?", softcap="float",
                  alibi_slopes="Tensor?", pack_gqa="bool?", max_seqlen_q="int?", max_seqlen_k="int?",
                  window_size_left="int", window_size_right="int", attention_chunk="int", num_splits="int",
                  sm_margin="int")
@@ -135,20 +162,24 @@ def custom_op(name, f, mutates, results):
 def package(version):
     """(kernel, {module name: module}) of one version."""
     kernel = KERNEL[version[0]]
-    names = INTERFACES[kernel][2:]
-    f = function(names[0], FORWARD[version], forward(version))
-    b = function(names[1], BACKWARD[version], backward(version))
-    if version in ("2.8.3", "3"):
-        space = f"fake_{version.replace('.', '_')}_{len(OPS)}"
-        OPS.append(space)
-        f = custom_op(f"{space}::f", f, (), "(Tensor, Tensor, Tensor, Tensor)")
-        b = custom_op(f"{space}::b", b, ("dq", "dk", "dv"), "Tensor")
+    names, calls = INTERFACES[kernel][2:], {}
+    for signatures, pair in (((FORWARD[version], BACKWARD[version]), names[:2]),
+                             (LENGTHS.get(version), names[2:])):
+        if signatures is None:
+            continue
+        f, b = (function(name, signature, make(version)) for name, signature, make in
+                zip(pair, signatures, (forward, backward), strict=True))
+        if version in ("2.8.3", "3"):
+            space = f"fake_{version.replace('.', '_')}_{len(OPS)}"
+            OPS.append(space)
+            f = custom_op(f"{space}::f", f, (), "(Tensor, Tensor, Tensor, Tensor)")
+            b = custom_op(f"{space}::b", b, ("dq", "dk", "dv"), "Tensor")
+        calls |= dict(zip(pair, (f, b), strict=True))
     name = INTERFACES[kernel][1]
     parts, modules = name.split("."), {}
     for i in range(len(parts)):
         modules[".".join(parts[:i + 1])] = ModuleType(".".join(parts[:i + 1]))
-    setattr(modules[name], names[0], f)
-    setattr(modules[name], names[1], b)
+    vars(modules[name]).update(calls)
     for parent in list(modules)[:-1]:
         modules[parent].__path__ = []
     return kernel, modules

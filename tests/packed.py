@@ -2,15 +2,20 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from memo.data.batch import open_dataset
 from memo.data.tokens import DTYPES, STARTS
-from memo.layer.tiles import row_order
+from memo.kernels import attention
+from memo.kernels.ops import TORCH
+from memo.layer.cp import attention_over_ranks
+from memo.layer.tiles import RowOrder, documents, row_order
 from memo.parallel.mesh import ALONE
-from memo.planner.allocator import Arena
+from memo.planner.allocator import Arena, NoArena
 from memo.run import reserve
 from memo.system.files import fingerprint
 from memo.verify.reference import Reference
@@ -88,6 +93,85 @@ def trained_anywhere(host, cfg, folder, places):
         model.close()
         made.append(shown)
     return made
+
+
+# --- a kernel by lengths for the CPU: numpy computes, so that memory is requested as on a GPU ---
+
+def spans_of(q, k, v, lengths):
+    """(rows, scores, q, k, v) of each document, one head of keys for each of queries."""
+    q, k, v = (t.numpy().repeat(q.shape[1] // t.shape[1], 1) for t in (q, k, v))
+    starts = lengths.starts.tolist()
+    assert lengths.starts.dtype is torch.int32 and (starts[0], starts[-1]) == (0, len(q))
+    assert max(2, *np.diff(starts)) <= lengths.longest
+    with np.errstate(all="ignore"):  # a rehearsal's numbers are no numbers
+        for a, b in pairwise(starts):
+            scores = np.einsum("qhd,khd->hqk", q[a:b], k[a:b]) * q.shape[-1]**-0.5
+            scores[:, np.triu(np.ones((b - a, b - a), bool), 1)] = -np.inf
+            yield slice(a, b), scores, q[a:b], k[a:b], v[a:b]
+
+
+def forward_by_lengths(q, k, v, lengths):
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[1], len(q))
+    for rows, scores, _, _, v_ in spans_of(q, k, v, lengths):
+        lse.numpy()[:, rows] = np.logaddexp.reduce(scores, 2)
+        p = np.exp(scores - lse.numpy()[:, rows, None])
+        out.numpy()[rows] = np.einsum("hqk,khd->qhd", p, v_)
+    return out, lse
+
+
+def backward_by_lengths(dout, q, k, v, out, lse, lengths):
+    assert lse.is_contiguous() and lse.shape == (q.shape[1], len(q))
+    dq, dk, dv = gradients = [torch.empty(t.shape) for t in (q, k, v)]
+    n, sharing = len(q) + 128 * (len(lengths.starts) - 1), q.shape[1] // k.shape[1]
+    workspaces = torch.empty(q.shape[1], n), torch.empty(n, *q.shape[1:])  # flash-attn's
+    for rows, scores, q_, k_, v_ in spans_of(q, k, v, lengths):
+        p, dout_ = np.exp(scores - lse.numpy()[:, rows, None]), dout.numpy()[rows]
+        delta = (dout_ * out.numpy()[rows]).sum(-1).T[:, :, None]
+        ds = p * (np.einsum("qhd,khd->hqk", dout_, v_) - delta) * q.shape[-1]**-0.5
+        dq.numpy()[rows] = np.einsum("hqk,khd->qhd", ds, k_)
+        for g, of in ((dk, np.einsum("hqk,qhd->khd", ds, q_)), (dv, np.einsum("hqk,qhd->khd", p, dout_))):
+            g.numpy()[rows] = of.reshape(len(of), -1, sharing, of.shape[-1]).sum(2)
+    del workspaces
+    return gradients
+
+
+BY_LENGTHS = attention.of_rows(forward_by_lengths, backward_by_lengths)
+
+
+def gradients_by_lengths(host, cfgs, folder):
+    """packed_gradients() of a kernel that takes lengths, each with the documents of calls so far."""
+    calls, (forward, backward) = [], BY_LENGTHS
+
+    def counted(*args):
+        calls.append(len(args[-1].starts) - 1)
+        return forward(*args)
+    kernel = attention.BACKENDS["cpu"]._replace(lengths=(counted, backward))
+    with (patch.dict(attention.BACKENDS, cpu=kernel),
+          patch.object(attention, "by_lengths", lambda name, deterministic: name)):
+        return [(*made, calls) for made in packed_gradients(host, cfgs, folder)]
+
+
+def attention_by_lengths(lengths):
+    """Yields (out, lse, gradients) tile by tile and by lengths, of documents of two sequences: of all
+    queries, and of the later half."""
+    T, g, place = sum(lengths), torch.Generator().manual_seed(0), torch.clone
+    ends = [np.cumsum(of).tolist() for of in (lengths, lengths[::-1])]
+    kernel = attention.BACKENDS["cpu"]._replace(lengths=BY_LENGTHS, merge=TORCH.merge)
+    attend, _ = attention_over_ranks(kernel, ALONE.tokens, "ring", TORCH.merge)
+    for cuts in ([(T,)], [(T // 2,), (T - T // 2,)]):
+        n = cuts[-1][0]
+        q, dout = (torch.randn(2, n, 4, 8, generator=g) for _ in range(2))
+        pieces = [tuple(torch.randn(2, t, 2, 8, generator=g) for _ in range(2)) for t, in cuts]
+        results = []
+        for placed in (None, place):
+            order = RowOrder(cuts, masks=[*map(documents, ends)])
+            met, = order.meetings(len(cuts) - 1, 0, n, NoArena().fence, placed)
+            assert any(tile.kind for tile in met.tiles()[-1]) == (placed is place)
+            sums = [tuple(map(torch.zeros_like, pair)) for pair in pieces] if len(cuts) > 1 else []
+            out, lse = attend.forward(q, pieces, met)
+            gradients = attend.backward(dout, q, pieces, sums, out, lse, met)
+            results.append([out, lse, *gradients, *(t for pair in sums for t in pair)])
+        yield results
 
 
 def of_documents(cfg, folder):

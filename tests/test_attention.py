@@ -4,6 +4,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from memo.kernels import attention as attention_module
 from memo.kernels import backends
 from memo.kernels.attention import (
     BACKENDS,
+    Lengths,
     Unusable,
     facts_of,
     installed_kernel,
@@ -114,6 +116,47 @@ def test_each_version_of_a_package_is_called_as_it_wants(version, takes_out, det
         want, want_lse, *_ = exact(q, k[:, :12], v[:, :12], dout, False, 0.25)
         out, lse = kernel.forward(q, k[:, :12], v[:, :12], False)
         assert error(out, want) < 1e-5 and error(lse, want_lse) < 1e-5
+    assert (kernel.lengths is None) == (version == "4 beta 0")  # it has no backward of them on a Hopper
+    if kernel.lengths:
+        starts = [0, 5, 7, 24, 31, 48]  # of two sequences
+        parts = [(divmod(first, 24), end - first) for first, end in pairwise(starts)]
+        lengths = Lengths(torch.tensor(starts, dtype=torch.int32), 18)
+        out, lse = kernel.lengths[0](q, k, v, lengths)
+        got = out, lse, *kernel.lengths[1](dout, q, k, v, out, lse.contiguous(), lengths)
+        for (b, first), n in parts:
+            rows = slice(b, b + 1), slice(first, first + n)
+            want = exact(q[rows], k[rows], v[rows], dout[rows], True, 0.25)
+            for t, w in zip(got, want, strict=True):
+                t = t[rows[0], :, rows[1]] if t is lse else t[rows]
+                assert t.shape == w.shape and error(t, w) < 1e-5
+
+
+def test_torchs_kernel_of_lengths_gives_what_its_own_gives():
+    """Shapes, on the meta device."""
+    q, k, v, dout = (t.to("meta") for t in tensors((2, 48, 6, 64), dtype=torch.bfloat16, kv_heads=2))
+    lengths = Lengths(torch.empty(9, dtype=torch.int32, device="meta"), 30)
+    forward, backward = BACKENDS["cudnn"].lengths
+    results = [(out, lse, *backward_of(dout, q, k, v, out, lse, how)) for forward_of, backward_of, how in (
+        (forward, backward, lengths), (BACKENDS["flash"].forward, BACKENDS["flash"].backward, True))
+        for out, lse in [forward_of(q, k, v, how)]]
+    assert len({tuple((t.shape, t.dtype) for t in of) for of in results}) == 1
+    # 2.11 has fewer of the others
+    given = torch.ops.aten._flash_attention_forward.default._schema.arguments[:10]
+    assert " ".join(a.name for a in given) == (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask")
+
+
+@pytest.mark.parametrize("name,deterministic,said", [
+    ("flash", False, ""), ("flash", True, " (documents one by one)"), ("cudnn", False,
+                                                                       " (many documents by flash)")])
+def test_the_label_says_what_many_documents_go_by(name, deterministic, said, monkeypatch):
+    monkeypatch.setattr(attention_module, "facts_of", lambda *args: (
+        facts((9, 0), deterministic=deterministic), {}))
+    plain, packed = (resolve_attention(name, CUDA, torch.bfloat16, 128, documents=documents)
+                     for documents in (False, True))
+    assert packed.label == plain.label + said
+    assert (packed.lengths is None) == ("one by one" in said)
+
 
 
 def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
@@ -260,6 +303,12 @@ def test_what_a_kernel_takes_where_query_heads_share_keys():
     for name in ("flash", "flash_attn_2", *ALL):
         own = workspaces(name, q, (2, 500, 8, 72))
         assert own == workspaces(name, q, k)[:-2]
+    n, most = 4 * 8 * (2 * 1024 + 128 * 17), 16  # of 2,000 rows
+    assert backends.most_documents(2000) == most
+    assert workspaces("flash", q, k, documents=True) == [n, n * 96] + 2 * [2 * 2 * 500 * 8 * 72]
+    assert workspaces("flash_attn_4", q, k, documents=True)[:3] == [n * 96, n, n]
+    assert workspaces("flash", q, k, True, 132, True) == workspaces("flash", q, k, True, 132)  # one by one
+    assert workspaces("cudnn", q, k, documents=True) == workspaces("flash", q, k, documents=True)
     assert workspaces("cudnn", q, (2, 500, 8, 72)) == [4 * 2 * 1000 * 8 * 73]  # one request for all
     assert workspaces("cudnn", q, k) == [4 * 2 * 8 * (1000 * 73 + 2 * 500 * 72)]
 

@@ -15,7 +15,7 @@ from memo.data.batch import open_dataset
 from memo.data.packing import best_fit, pack
 from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
-from memo.layer.tiles import row_order
+from memo.layer.tiles import RowOrder, documents, row_order
 from memo.parallel.mesh import ALONE
 from testing.ranks import pool
 from tests.helpers import degrees_of
@@ -25,6 +25,8 @@ from tests.packed import (
     KEYS,
     LENGTHS,
     MODES,
+    attention_by_lengths,
+    gradients_by_lengths,
     of_documents,
     packed_gradients,
     trained_anywhere,
@@ -250,6 +252,55 @@ def test_no_hop_is_made_that_no_rank_needs(tmp_path, lengths, subsequences):
     elements = (q + q + 4) + (3 * q + 4 + q) if subsequences > 1 else 2 * kv + 2 * kv + 2 * kv
     assert first[4] == hops * rows * 4 * elements * cfg.n_layer
     assert hops <= 2 * subsequences * (cp - 1) - (max(lengths) <= chunk)
+
+
+# --- many on a diagonal: by lengths ---
+
+MANY = {"a batch at once": [24, 26, 25] * 9, "neighbours": [3, 1, 14, 9, 5] * 25,
+        "a long one too": [100] + [1] * 28 + [128] * 3 + [2] * 64}
+
+
+@pytest.mark.parametrize("lengths,cut", [("a batch at once", CUTS[0]), ("neighbours", CUTS[1]),
+                                         ("a long one too", CUTS[0]), ("a long one too", CUTS[1])])
+def test_many_documents_go_by_their_lengths(tmp_path, lengths, cut):
+    """As each alone, from one plan, whichever of a step's batches have many."""
+    folder = str(write_folder(tmp_path / "d", MANY[lengths]))
+    cfgs = [Layout(**KEYS | FAMILIES["qwen"] | cut | mode) for mode in MODES[1:]]
+    first, other = gradients_by_lengths(ALONE.host, cfgs, folder)
+    agree((*first[:2], assembled([first[2]])), of_documents(cfgs[0], folder), (lengths, cut))
+    assert other[:2] == first[:2]
+    assert other[3] == first[3] == 0, "requests that missed the memory plan"
+    assert max(first[-1]) == 16 and sum(n < 16 for n in first[-1]) >= cfgs[0].n_layer  # 16: of a rehearsal
+
+
+@pytest.mark.parametrize("lengths", [[9, 7] * 8, [3, 1, 4] * 16, [5, 60, 1, 2] + [6] * 10])
+def test_by_lengths_attention_is_what_it_is_tile_by_tile(lengths):
+    """Of two sequences, with and without pieces before: out, lse and gradients."""
+    for alone, many in attention_by_lengths(lengths):
+        assert len(many) == len(alone) >= 3
+        assert all((a - b).norm() <= 1e-6 * b.norm() for a, b in zip(many, alone, strict=True))
+
+
+def test_few_documents_go_tile_by_tile():
+    placed = []
+    met, = RowOrder([(64,)], masks=[documents([8 * i for i in range(1, 9)])] * 2).meetings(
+        0, 0, 64, place=placed.append)
+    assert [tile.kind for tile in met.tiles()[0]] == [0] * 8 and placed == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("text,kind,more,family", [*CASES[:6], CASES[8], CASES[12], CASES[15]])
+def test_every_layout_by_lengths(tmp_path, text, kind, more, family):
+    folder = str(write_folder(tmp_path / "d", [3, 1, 14, 9, 5, 90] * 25))
+    keys = KEYS | FAMILIES[family] | layout_keys(text, kind) | more
+    cfgs = [Layout(**keys | mode) for mode in MODES[1:]]
+    if "msp" in more:
+        cfgs = [replace(cfg, shares=even_shares(cfg)) for cfg in cfgs]
+    first, other = on_ranks(text, cfgs, folder, work=gradients_by_lengths)
+    agree(first, of_documents(Layout(**KEYS | FAMILIES[family]), folder), (text, kind, more))
+    assert other[:2] == first[:2]
+    assert other[3] == first[3] == 0, "requests that missed the memory plan"
 
 
 # --- influence ---

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "matmul", "n_layer", "pp", "stage")
+                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents")
 # and with several subsequences; activation, for keys may be made again
 SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
 
@@ -248,7 +248,7 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
         T, H, kv_heads = S, heads // cp, dealt // cp
     name = backends.kernel_of(cfg, machine)
     kernel = sum(backends.workspaces(name, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
-                                     machine.multiprocessors))
+                                     machine.multiprocessors, cfg.documents))
     if name == "flash" and several:
         kernel += 2 * group  # it makes dout and out contiguous
     width = D * (cfg.n_head // layer.head_groups(cfg) if cfg.metp else own_heads)  # of q, with these heads

@@ -18,11 +18,20 @@ from typing import NamedTuple
 import torch
 
 from memo.errors import Unusable, reason
-from memo.kernels.backends import FAR, PACKAGES, Facts, choose_kernel, cudnn_version, missing
+from memo.kernels.backends import FAR, PACKAGES, Facts, by_lengths, choose_kernel, cudnn_version, missing
 
 aten = torch.ops.aten
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
+OfLengths = tuple[Callable[..., Result], Callable[..., Gradients]]
+
+
+class Lengths(NamedTuple):
+    """Says, in the place of a causal mask, where documents of sequences one behind the other start, each
+    causal. `starts`: their first rows, and the end, int32 on the device. `longest`: none has more rows."""
+
+    starts: torch.Tensor
+    longest: int
 
 
 class Kernel(NamedTuple):
@@ -34,11 +43,29 @@ class Kernel(NamedTuple):
     takes_out: bool = False  # forward has out=, where it writes
     label: str = ""  # name and version, and why it was chosen
     merge: Callable[..., object] | None = None  # that of an ops.Ops
+    # forward and backward of Lengths in the place of `causal`, of as many queries as keys
+    lengths: OfLengths | None = None
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Turns (B, T, H, D) into (B, H, T, D), or back, as views."""
     return [t.transpose(1, 2) for t in tensors]
+
+
+def of_rows(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> OfLengths:
+    """Makes a Kernel's `lengths` of functions of all sequences' rows, (B*T, H, D), and lse (H, B*T)."""
+    def rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [t.flatten(0, 1) for t in tensors]
+
+    def of_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> Result:
+        out, lse = forward(*rows(q, k, v), lengths)
+        return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+    def backward_of_lengths(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                            out: torch.Tensor, lse: torch.Tensor, lengths: Lengths) -> Gradients:
+        gradients = backward(*rows(dout, q, k, v, out), lse.transpose(0, 1).flatten(1), lengths)
+        return [g.unflatten(0, q.shape[:2]) for g in gradients]
+    return of_lengths, backward_of_lengths
 
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
@@ -100,6 +127,18 @@ def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
         unused))
 
 
+def flash_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> Result:
+    starts, longest = lengths
+    return aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[:2]
+
+
+def flash_rows_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                        out: torch.Tensor, lse: torch.Tensor, lengths: Lengths) -> Gradients:
+    (starts, longest), unused = lengths, torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return aten._flash_attention_backward(dout, q, k, v, out, lse, starts, starts, longest, longest, 0.0,
+                                          True, unused, unused)
+
+
 def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Copies those whose first and last elements lie backends.FAR or more apart: few heads, many tokens."""
     spans = [sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors]
@@ -122,15 +161,16 @@ def cudnn_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 
 # --- the flash-attn packages, where they are installed ---
 
-# {kernel: (distribution, module, its forward, its backward)}. Not through torch.nn.attention's
-# activate_flash_attention_impl: in torch 2.13 it fails on flash-attn-4 from beta 19 on, whose forward returns
-# four results and not two; it has no out=; and it replaces `flash` in the whole process
+# {kernel: (distribution, module, its forward, its backward)}; the last two are of lengths, too or alone. Not
+# through torch.nn.attention's activate_flash_attention_impl: in torch 2.13 it fails on flash-attn-4 from beta
+# 19 on, whose forward returns four results and not two; it has no out=; and it replaces `flash` everywhere
 INTERFACES = {
     "flash_attn_2": ("flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward",
-                     "_flash_attn_backward"),
+                     "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
     "flash_attn_3": ("flash_attn_3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward"),
     "flash_attn_4": ("flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
 }
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 SPELLINGS = {"lse": ("softmax_lse", "lse"), "scale": ("softmax_scale",), "causal": ("causal", "is_causal")}
 # what some versions want although nothing of it is used here
 UNUSED = dict.fromkeys(
@@ -138,6 +178,12 @@ UNUSED = dict.fromkeys(
     sequed_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary
     q_descale k_descale v_descale""".split())
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
+
+
+def said(causal: bool | Lengths) -> dict[str, object]:
+    """Says which queries meet which keys, as the packages call it."""
+    lengths = [n for n in causal for _ in range(2)] if isinstance(causal, Lengths) else ()
+    return dict(zip(LENGTHS, lengths, strict=False), causal=bool(causal))
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
@@ -165,7 +211,7 @@ def bound(module: ModuleType, name: str, needed: Sequence[str],
 
 def installed_kernel(name: str) -> Kernel:
     """Loads a package's Kernel. Errors: Unusable."""
-    distribution, module, forward, backward = INTERFACES[name]
+    distribution, module, *names = INTERFACES[name]
     try:
         package = importlib.import_module(module)
     except Exception as e:  # built for another torch, say
@@ -174,24 +220,30 @@ def installed_kernel(name: str) -> Kernel:
             raise Unusable("it is not installed") from None
         raise Unusable(f"it cannot be imported ({reason(e)})") from None
     lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
-    forward_ = bound(package, forward, ("q", "k", "v", "scale", "causal", *lse), ("out",))
-    backward_ = bound(package, backward, ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale",
-                                          "causal", "deterministic"))
+    of_keys = "q", "k", "v", "scale", "causal", *lse
+    of_gradients = "dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"
+    forwards = [bound(package, names[i], (*of_keys, *more), ("out",)) for i, more in ((0, ()), (-2, LENGTHS))]
+    backwards = [bound(package, names[i], (*of_gradients, *more)) for i, more in ((1, ()), (-1, LENGTHS))]
     # a custom op spells it out_, and may not return it: that does not count
-    takes_out = "out" in parameters_of(getattr(package, forward))
+    takes_out = "out" in parameters_of(getattr(package, names[0]))
 
-    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool,
+    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool | Lengths,
                           **out: torch.Tensor) -> Result:
-        return forward_(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, causal=causal, **lse, **out)[:2]
+        call = forwards[isinstance(causal, Lengths)]
+        return call(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, **said(causal), **lse, **out)[:2]
 
     def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                           out: torch.Tensor, lse: torch.Tensor, causal: bool) -> Gradients:
+                           out: torch.Tensor, lse: torch.Tensor, causal: bool | Lengths) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        backward_(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
-                  causal=causal, deterministic=torch.are_deterministic_algorithms_enabled())
+        call = backwards[isinstance(causal, Lengths)]
+        call(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
+             **said(causal), deterministic=torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
     label = next((f"{name} {found.version}" for found in distributions(name=distribution)), name)
-    return Kernel(name, attention_forward, attention_backward, takes_out, label)
+    # flash-attn-4 has a backward of lengths on a Hopper from beta 5 on, as it has this
+    whole = name != "flash_attn_4" or "dlse" in parameters_of(getattr(package, names[1]))
+    return Kernel(name, attention_forward, attention_backward, takes_out, label,
+                  lengths=of_rows(attention_forward, attention_backward) if whole else None)
 
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
@@ -219,9 +271,11 @@ def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tenso
 
 # --- the choice ---
 
+FLASH_LENGTHS = of_rows(flash_rows, flash_rows_backward)
 BACKENDS = {b.name: b for b in (  # those of torch
-    Kernel("cudnn", cudnn_forward, cudnn_backward),
-    Kernel("flash", partial(flash_forward, aten._scaled_dot_product_flash_attention), flash_backward),
+    Kernel("cudnn", cudnn_forward, cudnn_backward, lengths=FLASH_LENGTHS),
+    Kernel("flash", partial(flash_forward, aten._scaled_dot_product_flash_attention), flash_backward,
+           lengths=FLASH_LENGTHS),
     Kernel("cpu", partial(flash_forward, aten._scaled_dot_product_flash_attention_for_cpu), cpu_backward),
     Kernel("math", math_forward, math_backward))}
 
@@ -246,8 +300,9 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
 
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-                      aligned: bool = True) -> Kernel:
-    """Finds the Kernel called `name`, for "auto" the fastest; on the meta device any. Errors: ConfigError."""
+                      aligned: bool = True, documents: bool = False) -> Kernel:
+    """Finds the Kernel called `name`, for "auto" the fastest; on the meta device any. With `documents` its
+    label says what many of them go by, if not by its own lengths. Errors: ConfigError."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
             name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
@@ -255,4 +310,8 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
     name, why = choose_kernel(name, facts)
     kernel = found.get(name) or BACKENDS[name]
     label = kernel.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
+    if not (taken := by_lengths(name, facts.deterministic)):
+        kernel = kernel._replace(lengths=None)
+    if documents and (taken != name or not kernel.lengths):
+        label += f" (many documents by {taken})" if kernel.lengths else " (documents one by one)"
     return kernel._replace(label=f"{label}: {why}" if why else label)

@@ -60,6 +60,19 @@ def order(facts: Facts) -> tuple[str, ...]:
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
 
 
+def by_lengths(name: str, deterministic: bool) -> str:
+    """Names the kernel that takes the lengths of many documents where `name` is the choice; "": none does.
+    torch has none of cuDNN's; flash-attn 2, deterministic, takes most memory where documents are few."""
+    known = dict(cudnn="flash", flash_attn_3=name, flash_attn_4=name)
+    return (known if deterministic else known | dict(flash=name, flash_attn_2=name)).get(name, "")
+
+
+def most_documents(rows: int) -> int:
+    """Bounds the documents of a call by lengths. For each a backward takes memory of up to 128 rows more, so
+    at most twice as much where rows are not few; 1,024, for a grid has an end and counters grow by both."""
+    return max(16, min(rows // 128, 1024))
+
+
 def check_matmul(cfg: Config, capability: tuple[int, int], itemsize: int) -> None:
     """Checks that a GPU of this compute capability, (0, 0): a CPU, has cfg.matmul. Errors: ConfigError."""
     if cfg.matmul != "fp8" or capability == (0, 0):
@@ -148,16 +161,23 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
 
 
 def workspaces(name: str, q: Sequence[int], k: Sequence[int], deterministic: bool = False,
-               multiprocessors: int = 0) -> list[int]:
+               multiprocessors: int = 0, documents: bool = False) -> list[int]:
     """Lists the bytes of each request of kernel `name` for itself in a backward in bf16 on q (B, T, H, D)
     and k, in its order: all alive at once. docs/kernels.md says what they are; where deterministic, flash
-    and flash_attn_2 have the queries' gradient for each multiprocessor. Counters are left out."""
+    and flash_attn_2 have the queries' gradient for each multiprocessor. With `documents` it is called by
+    lengths too, of most_documents(): then the larger of both. Counters are left out."""
     def up(n: int, multiple: int) -> int:
         return ceil(n / multiple) * multiple
     (B, T, H, D), (_, keys, Hkv, _) = q, k
-    rows = 4 * B * H * up(T, 128)  # an fp32 number for each
+    lengths = by_lengths(name, deterministic) if documents else ""
+    if lengths not in ("", name):
+        both = [workspaces(taken, q, k, deterministic, multiprocessors, taken == lengths)
+                for taken in (name, lengths)]
+        return max(both, key=sum)
+    apart = 128 * (most_documents(B * T) + 1) if lengths else 0  # rows that lie between documents
+    rows = 4 * H * (B * up(T, 128) + apart)  # an fp32 number for each
     shared = 2 * (Hkv < H)  # gradients of k and of v
-    summed = 4 * B * Hkv * up(keys, 128)
+    summed = 4 * Hkv * (B * up(keys, 128) + apart)
     if name == "flash_attn_3":
         width = next(width for width in (64, 96, 128, 192, 256) if width >= D)
         return [rows, rows, rows * width] + shared * [summed * width]

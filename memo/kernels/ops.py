@@ -22,6 +22,7 @@ from memo.kernels import te
 from memo.kernels.backends import first_that_serves
 from memo.kernels.rows import chunks, own_ids
 from memo.system.axis import Axis
+from memo.system.device import to_device
 
 TINY = torch.finfo(torch.float32).tiny  # torch's cross entropy of one token ends at -log of this, 87
 Ops = namedtuple("Ops", "name norm_forward norm_backward rotary merge swiglu_forward swiglu_backward "
@@ -261,11 +262,11 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t f_j) ---
 
 def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float] | float = 1.0,
-              factor: float = 1.0) -> torch.Tensor:
+              factor: float = 1.0, pin: bool = False) -> torch.Tensor:
     """Computes factor e^(i t f_j) as (N, D/2) complex64 from positions t (N,), where f_j = theta^(-2j/D)
-    multipliers[j] (memo/config/rope.py). Angles in fp64: exact at millions of tokens."""
+    multipliers[j] (memo/config/rope.py). Angles in fp64: exact at millions of tokens. `pin`: to_device()'s"""
     frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
-    frequencies *= torch.as_tensor(multipliers, dtype=torch.float64, device=positions.device)
+    frequencies *= to_device(torch.as_tensor(multipliers, dtype=torch.float64), positions.device, pin)
     table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
     for rows, t in chunks(table, positions):
         angles = t[:, None] * frequencies

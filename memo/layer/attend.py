@@ -60,7 +60,7 @@ class Attention(NamedTuple):
     start(k, v): sends these off before forward or backward, which get the other ranks' as `coming`
 
     `ranks`: among so many the heads are dealt in the pieces; `heads`: it takes multiples of so many. `name`,
-    `label`, `takes_out`: the kernel's.
+    `label`, `takes_out`, `takes_lengths`: the kernel's.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Attention(NamedTuple):
     ranks: int = 1
     heads: int = 1
     takes_out: bool = False
+    takes_lengths: bool = False
 
     def among(self, met: Meeting) -> "Attention":
         """Fixes which tokens meet."""

@@ -22,12 +22,12 @@ from math import gcd
 
 import torch
 
-from memo.kernels.attention import Gradients, Kernel, Result
+from memo.kernels.attention import Gradients, Kernel, Lengths, Result
 from memo.layer.activations import Pieces
 from memo.layer.attend import Attention, Meanwhile, Pair, nothing
-from memo.layer.tiles import EVERYTHING, Fence, Meeting, Tiles
+from memo.layer.tiles import EVERYTHING, Fence, Meeting, Tile, Tiles
 from memo.parallel.visits import Visits, jump
-from memo.system.axis import Axis, Hop
+from memo.system.axis import Axis, Hop, T
 
 # --- the pieces that lie on this rank ---
 
@@ -47,6 +47,17 @@ def unmet_lse(q: torch.Tensor) -> torch.Tensor:
 def marked(fence: Fence | None, varies: bool = True) -> Callable[[], object]:
     """Marks where tiles begin -> what to call before each; or, unless they vary, where they end."""
     return fence(varies) if fence else lambda: None
+
+
+def each(tiles: Tiles, fence: Fence | None) -> Iterator[Tile]:
+    """Iterates over tiles, marked. With documents those of a kind follow each other: each kind is planned."""
+    for kind in range(3):
+        begin = marked(fence)
+        for tile in tiles:
+            if tile.kind == kind:
+                begin()
+                yield tile
+    marked(fence, varies=False)
 
 
 def rows_of_lse(lse: torch.Tensor, of: slice, queries: slice, fence: Fence | None) -> torch.Tensor:
@@ -97,9 +108,7 @@ def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Seque
     if fence:
         total = unmet(q) if len(pieces) > 1 else (torch.zeros_like(q), unmet_lse(q))
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
-        begin = marked(fence)
-        for queries, keys, causal, of in of_piece:
-            begin()
+        for queries, keys, causal, of in each(of_piece, fence):
             part = kernel.forward(q[of, queries], k[of, keys], v[of, keys], causal, **given)
             if fence and total and len(pieces) == 1:
                 total[0][of, queries], total[1][of, :, queries] = part
@@ -109,7 +118,6 @@ def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Seque
                 total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
                 merge_rows(kernel, total, within(rows, queries), part, of)
             del part  # before the next tile's
-    marked(fence, varies=False)
     assert total is not None
     for out in where.values() if not given else ():
         out.copy_(total[0])
@@ -127,9 +135,7 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
         dq = torch.zeros_like(q, dtype=torch.float32 if sums else q.dtype)
         totals = totals or [tuple(torch.zeros_like(t) for t in pieces[0])]
     for number, ((k, v), of_piece) in enumerate(zip(pieces, tiles, strict=True)):
-        begin = marked(fence)
-        for queries, keys, causal, of in of_piece:
-            begin()
+        for queries, keys, causal, of in each(of_piece, fence):
             dq_, *dkv = kernel.backward(
                 rows_of_dout(dout, of, queries, fence), q[of, queries], k[of, keys], v[of, keys],
                 out[of, queries], rows_of_lse(lse, of, queries, fence), causal)
@@ -150,7 +156,6 @@ def pieces_backward(kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, pieces:
                 dq = torch.zeros_like(q[:, rows], dtype=torch.float32) if dq is None else dq.float()
                 dq[of, within(rows, queries)].add_(dq_)
             del dq_  # before the next tile's
-    marked(fence, varies=False)
     assert dq is not None
     return [dq] if sums else [dq, *totals[0]]
 
@@ -173,9 +178,7 @@ def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces
             meanwhile(step, axis.size - step)
             kv = next(coming)
         [tiles] = met.tiles(axis.rank, (axis.rank - step) % axis.size)
-        begin = marked(met.fence)
-        for queries, keys, causal, of in tiles:
-            begin()
+        for queries, keys, causal, of in each(tiles, met.fence):
             part = kernel.forward(q[of, queries], *(t[of, keys] for t in kv), causal)
             if total is None and (of, queries) == (EVERYTHING, EVERYTHING):
                 total = part[0].float(), part[1]
@@ -183,7 +186,6 @@ def ring_forward(kernel: Kernel, axis: Axis, ahead: int, q: torch.Tensor, pieces
                 total = total or unmet(q)
                 merge_rows(kernel, total, queries, part, of)
             del part  # before the next tile's
-        marked(met.fence, varies=False)
         del kv  # before the next hop, or the result, takes memory
     assert total is not None
     return total[0].to(q.dtype), total[1]
@@ -212,9 +214,7 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
         kv = next(coming, own)
         [tiles], made = met.tiles(axis.rank, (axis.rank - step) % axis.size), stops[0] < step
         dkv: Gradients = arrived(travelling, made, kv) if met.fence else ()
-        begin = marked(met.fence)
-        for queries, keys, causal, of in tiles:
-            begin()
+        for queries, keys, causal, of in each(tiles, met.fence):
             new = kernel.backward(
                 rows_of_dout(dout, of, queries, met.fence), q[of, queries], *(t[of, keys] for t in kv),
                 out[of, queries], rows_of_lse(lse, of, queries, met.fence), causal)
@@ -222,7 +222,6 @@ def ring_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
             for g, rows, g_ in zip((dq, *dkv), (queries, keys, keys), new, strict=True):
                 g[of, rows] += g_
             del g, g_, new  # before the next tile's
-        marked(met.fence, varies=False)
         dkv = dkv or arrived(travelling, made, kv)
         del kv
         travelling = axis.shift(*dkv, by=jump(stops, step + 1)) if step < axis.size else None
@@ -358,21 +357,31 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
 
 # --- one rank, and the choice ---
 
+def either(plain: Callable[..., T], of_lengths: Callable[..., T]) -> Callable[..., T]:
+    """Calls a Kernel's function, or where its last argument is Lengths that of them."""
+    return lambda *args, **out: (of_lengths if isinstance(args[-1], Lengths) else plain)(*args, **out)
+
+
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[..., object],
                          ahead: int = 1) -> tuple[Attention, Attention]:
     """Makes of `kernel`, whose partial results `merge` of an Ops merges, attention over the tokens that the
     ranks of `axis` share by a ring or ulysses: (to a whole sequence, to pieces of several subsequences).
     `ahead`: blocks of keys on their way beside one."""
     kernel = kernel._replace(merge=merge)
+    if kernel.lengths:
+        kernel = kernel._replace(forward=either(kernel.forward, kernel.lengths[0]),
+                                 backward=either(kernel.backward, kernel.lengths[1]))
     if axis.size == 1:
         alone = Attention(
             kernel.name, kernel.label,
             lambda q, pieces, met, **where: pieces_forward(
                 kernel, q, pieces, met.tiles(), met.fence, **where),
             lambda dout, q, pieces, sums, out, lse, met: pieces_backward(
-                kernel, dout, q, pieces, sums, out, lse, met.tiles(), met.fence))
+                kernel, dout, q, pieces, sums, out, lse, met.tiles(), met.fence),
+            takes_lengths=kernel.lengths is not None)
         return alone._replace(takes_out=kernel.takes_out), alone
-    made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}")
+    made = partial(Attention, kernel.name, f"{kind} of {axis.size}, {kernel.label}",
+                   takes_lengths=kernel.lengths is not None)
     if kind == "ring":
         return (made(partial(ring_forward, kernel, axis, ahead), partial(ring_backward, kernel, axis, ahead),
                      start=partial(ring_start, axis, ahead)),

@@ -12,31 +12,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise, product
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import torch
 
 from memo.config.layout import Layout, slice_lengths
+from memo.kernels.attention import Lengths
+from memo.kernels.backends import most_documents
 from memo.parallel.mesh import Mesh
 
 Range = tuple[int, int]  # first, end
 Fence = Callable[[bool], Callable[[], object]]
+Move = Callable[[torch.Tensor], torch.Tensor]
 Ranges = tuple[Range, ...]
 
 
 class Tile(NamedTuple):
-    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys.
-    `of`: the sequences of a batch in which they do."""
+    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys; with
+    Lengths those of its document. `of`: the sequences of a batch in which they do."""
 
     queries: slice
     keys: slice
-    causal: bool
+    causal: bool | Lengths
     of: slice = slice(None)
+
+    @property
+    def kind(self) -> int:
+        """Numbers what requests memory alike: by itself, or by lengths, of a batch or of a sequence."""
+        return isinstance(self.causal, Lengths) * (1 + (self.of != EVERYTHING))
 
 
 Tiles = tuple[Tile, ...]
 EVERYTHING = slice(None)
+FEW = 8  # documents of a batch's own piece that are a call each
 
 
 class Mask(NamedTuple):
@@ -80,14 +89,58 @@ class Meeting:
     pieces: Sequence[Sequence[Ranges]]
     masks: Sequence[Mask] = (CAUSAL,)  # of each sequence of a batch; one: of all
     fence: Fence | None = None  # with documents: NoArena.fence()
+    place: Move | None = None  # to the device, with a kernel of Lengths
     known: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict, init=False)
 
     def tiles(self, rank: int = 0, source: int = 0) -> list[Tiles]:
         """Lists for each piece the tiles of the queries of `rank` and the keys of `source`."""
         if (rank, source) not in self.known:  # all layers and heads ask again
-            self.known[rank, source] = [self.tiles_of_batch(self.queries[rank], piece[source])
-                                        for piece in self.pieces]
+            found = [self.tiles_of_batch(self.queries[rank], piece[source]) for piece in self.pieces]
+            if self.place and rank == source and len(found[-1]) > FEW:
+                found[-1] = self.calls_by_lengths(found[-1])
+            self.known[rank, source] = found
         return self.known[rank, source]
+
+    def own_tiles(self, rank: int) -> list[Tiles]:
+        """Lists those of a rank's queries and its own keys; with Ulysses all ranks are one."""
+        return self.tiles(*[rank % len(self.queries)] * 2)
+
+    def calls_by_lengths(self, causal: Tiles) -> Tiles:
+        """Makes of the causal tiles of a batch, squares of all rows but padding, one call by lengths; with
+        padding, or of very many documents, calls of neighbours in a sequence."""
+        of_sequences = [[0] for _ in self.masks]  # where documents start, and the end
+        for tile in causal:
+            for starts in of_sequences[tile.of]:
+                starts.append(self.rows if tile.queries == EVERYTHING else tile.queries.stop)
+        whole = [0] + [b * self.rows + end for b, starts in enumerate(of_sequences) for end in starts[1:]]
+        full = all(starts[-1] == self.rows for starts in of_sequences)
+        if full and len(whole) - 1 <= most_documents(whole[-1]):
+            return (Tile(EVERYTHING, EVERYTHING, self.lengths(whole)),)
+        calls = list[Tile]()
+        for b, starts in enumerate(of_sequences):
+            n = len(starts) - 1
+            parts = ceil(n / most_documents(self.rows)) or 1  # about equal: none has a row or two
+            of = slice(b, b + 1) if len(of_sequences) > 1 else EVERYTHING
+            for first, end in pairwise(n * i // parts for i in range(parts + 1)) if n else ():
+                rows = slice(starts[first], starts[end])
+                calls.append(Tile(rows, rows, self.lengths(starts[first:end + 1]), of))
+        return tuple(calls)
+
+    def lengths(self, starts: Sequence[int], longest: int = 2) -> Lengths:
+        """Places the Lengths of documents, no less than `longest`. Where it is 1, and query heads share keys,
+        flash-attn 2 gives lse in another order."""
+        assert self.place
+        longest = max(longest, *(end - start for start, end in pairwise(starts)))
+        return Lengths(self.place(torch.tensor(starts, dtype=torch.int32) - starts[0]), longest)
+
+    def rehearse(self, rank: int) -> None:
+        """Adds the largest calls by lengths to the tiles of a rehearsal, whose plan serves all batches."""
+        B, tiles = len(self.masks), self.own_tiles(rank)
+        largest = [(EVERYTHING, B * self.rows)] + [(slice(0, 1), self.rows)] * (B > 1)
+        for of, rows in largest if self.place else ():
+            n = min(rows, most_documents(rows))
+            worst = self.lengths([rows * i // n for i in range(n + 1)], self.rows)
+            tiles[-1] = (*tiles[-1], Tile(EVERYTHING, EVERYTHING, worst, of))
 
     def tiles_of_batch(self, queries: Ranges, keys: Ranges) -> Tiles:
         """Lists the tiles of all sequences; neighbours of one mask share theirs."""
@@ -244,8 +297,8 @@ class RowOrder:
         """Lists [(T_i,)] by subsequences: the tokens of the rows."""
         return self.deal(torch.arange)
 
-    def meetings(self, subsequence: int, first: int, end: int,
-                 fence: Fence | None = None) -> list[Meeting]:
+    def meetings(self, subsequence: int, first: int, end: int, fence: Fence | None = None,
+                 place: Move | None = None) -> list[Meeting]:
         """Says which tokens meet where a rank's tokens `first` to `end` of a subsequence are the queries, for
         each slice of these. The pieces are the subsequences before, what is before `first`, what is between
         it and the slice, and the slice itself. With Ulysses a rank has the tokens of all, for some heads."""
@@ -258,7 +311,8 @@ class RowOrder:
         before = [rows(i, 0, inf) for i in range(subsequence)] + [rows(subsequence, 0, first)] * (first > 0)
         ends = accumulate(n // self.size for n in self.slices[subsequence])
         return [Meeting(queries := rows(subsequence, a, b),
-                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.masks, fence)
+                        [*before, *[rows(subsequence, first, a)] * (a > first), queries], self.masks, fence,
+                        place)
                 for a, b in pairwise([first, *(n for n in ends if first < n < end), end])]
 
 
@@ -275,7 +329,7 @@ class Learned(NamedTuple):
     own: int
     rest: torch.Tensor
 
-    def to(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Learned":
+    def to(self, move: Move) -> "Learned":
         return Learned(move(self.rows), move(self.targets), self.own, move(self.rest))
 
 

@@ -60,9 +60,14 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     # with documents the head's requests are others; a sequence is rehearsed as one
-    batch, learned = Batch(tokens, tokens), B * T if model.cfg.documents else 0
+    recorded = model.cfg.documents and not isinstance(arena, FakeArena)
+    batch, learned = Batch(tokens, tokens), B * T if recorded else 0
     if learned:
-        batch = model.on_device(Batch(tokens, tokens.cpu(), model.one_document()))
+        tokens = tokens.cpu()  # as batches come
+        batch = model.on_device(Batch(tokens, tokens, model.one_document()))
+        model.meet(batch.packed)
+        for meeting in {id(m): m for s in swap.units.values() for m in s.meetings}.values():
+            meeting.rehearse(model.mesh.tokens.rank)
     passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())
@@ -110,7 +115,7 @@ def largest_subsequences(cuts: Sequence[int]) -> list[int]:
 
 
 def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: bool = False,
-                    multiprocessors: int = 0) -> list[int]:
+                    multiprocessors: int = 0, documents: bool = False) -> list[int]:
     """Lists the bytes of each request that an operation `name` makes for itself: on the CPU as in torch's
     FlashAttentionKernel.cpp; on a GPU backends.workspaces(), and what torch's flash makes contiguous."""
     copies = []
@@ -130,7 +135,7 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
             copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
     else:
         return []
-    return copies + workspaces(kernel, q, k, deterministic, multiprocessors)
+    return copies + workspaces(kernel, q, k, deterministic, multiprocessors, documents)
 
 
 class FakeArena(TorchDispatchMode):

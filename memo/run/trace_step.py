@@ -68,7 +68,7 @@ def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int 
     sweeps = cfg.activation == "recompute" and cfg.subsequences > 1 and cfg.by_layer
     cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
-                       multiprocessors=multiprocessors)
+                       multiprocessors=multiprocessors, documents=cfg.documents)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))
 
     def short_model(device: torch.device) -> Model:

@@ -139,12 +139,15 @@ class Model(Parameters):
         self.packed, order, positions = packed, self.order, self.order.positions()
         self.lengths = [*map(len, positions)]
         # row b*T + t has the position in the whole sequence, or in its document, of this rank's t-th token
-        self.positions = [t.to(self.device).repeat(B) for t in positions]
-        if packed is not None:
+        if packed is None:
+            self.positions = [t.to(self.device).repeat(B) for t in positions]
+        else:
             order = replace(order, masks=[*map(documents, packed.ends)])
             self.positions = self.by_subsequence(packed.positions)
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
-        meetings = cache(partial(order.meetings, fence=packed and self.fence))
+        by_lengths = packed is not None and self.gpt.attention.takes_lengths
+        place = partial(to_device, device=self.device, pin=cfg.pin_memory) if by_lengths else None
+        meetings = cache(partial(order.meetings, fence=packed and self.fence, place=place))
         # of `turn`, where other stages compute the other rows
         part_of = cache(lambda i, first, end: of_sequences(self.turn[i], B, first, end).flatten(0, 1))
         for unit, s in self.swap.units.items():
@@ -153,6 +156,8 @@ class Model(Parameters):
                 first, end, i = guest.first, guest.end, guest.subsequence
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
             s.meetings = meetings(i, *tokens)
+            for meeting in s.meetings if by_lengths else ():
+                meeting.own_tiles(self.mesh.tokens.rank)  # now: their lengths take memory in no segment
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
                 s.turn = part_of(i, first, end)

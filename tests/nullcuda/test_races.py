@@ -199,8 +199,8 @@ def without(what):
     name = call if call == "shift" else "start" if call == "exchange" else f"start_{call}"
     real_begin = getattr(Axis, name)
 
-    def begin(self, *args):
-        works = real_begin(self, *args)
+    def begin(self, *args, **more):
+        works = real_begin(self, *args, **more)
         works.careless = self.name == axis
         return works
     stack.enter_context(patch.object(Axis, name, begin))

@@ -174,7 +174,7 @@ class Watch(TorchDispatchMode):
 
     def seconds(self, func, args, reads, writes, result):
         name = func._schema.name.removeprefix("aten::")
-        if name.startswith("_scaled_dot_product"):
+        if name.startswith(("_scaled_dot_product", "_flash_attention")):
             return self.attention_s(func, args)
         amount = sum(map(nbytes, reads)) + sum(map(nbytes, writes))
         amount += sum(nbytes(args[i]) for i in TWICE.get(name, ()))
@@ -186,11 +186,12 @@ class Watch(TorchDispatchMode):
     def attention_s(self, func, args):
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         q, k, causal = given["query"], given["key"], given.get("is_causal", False)  # (B, H, T, D)
+        keys = k.shape[2] if q.dim() == 4 else given["max_k"]  # of documents (B*T, H, D): none has more
         way = "backward" if func._schema.name.endswith("_backward") else "forward"
         kernel = "cudnn" if "cudnn" in func._schema.name else "attention"
         names = (f"{kernel} full {way}",) * (not causal) + (f"{kernel} {way}", f"attention {way}")
-        rate = self.speeds.rate(next(name for name in names if name in self.speeds.table), k.shape[2])
-        flops = 4 * q.numel() * k.shape[2] / (2 if causal else 1)
+        rate = self.speeds.rate(next(name for name in names if name in self.speeds.table), keys)
+        flops = 4 * q.numel() * keys / (2 if causal else 1)
         return flops * (2.5 if way == "backward" else 1.0) / rate
 
 
