@@ -222,7 +222,9 @@ def traced_arenas(*argv, device="cuda", preset="7b_1m"):
                                   "--tp=1 --cp=1 --block_size=8192", "--tp=1 --cp=1 --n_head=8",
                                   "--matmul=fp8 --tp=1 --cp=8", "--matmul=fp8 --block_size=65536",
                                   "--ops=te --matmul=fp8 --tp=1 --cp=1 --block_size=16384",
-                                  "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144"])
+                                  "--tp=2 --cp=4 --context_parallel=ulysses --block_size=262144",
+                                  "--documents=true --tp=1 --cp=1 --block_size=131072",
+                                  "--documents=true --tp=1 --cp=4 --context_parallel=ulysses"])
 def test_the_fast_bound_is_one_and_is_near(text):
     exact, bound = (sum(arena) for arena in traced_arenas(*text.split()))
     assert exact <= bound <= 2 * exact

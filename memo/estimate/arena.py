@@ -260,6 +260,8 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
+    if cfg.documents:  # a part's gradients beside those of all, alone or by Ulysses; on a CPU dout again
+        kernel += (group + 2 * kv) * (cfg.subsequences == 1 and (cp == 1 or ulysses)) + group * machine.cpu
     if cfg.subsequences > 1:
         kind = "one rank" if cp == 1 else "ulysses" if ulysses else "two ranks" if cp == 2 else "more"
         own, fp32 = PREFIX_GROUPS[kind]

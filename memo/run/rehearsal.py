@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo.kernels.backends import workspaces
-from memo.layer.tiles import Batch
+from memo.layer.tiles import Batch, Learned
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
 from memo.schedule.streams import open_streams
@@ -60,9 +60,11 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     swap, (B, T) = model.swap, model.shape
     tokens = torch.arange(B * T, device=model.device).view(B, T) % model.cfg.vocab_size
     # with documents the head's requests are others; a sequence is rehearsed as one
-    recorded = model.cfg.documents and not isinstance(arena, FakeArena)
-    batch, learned = Batch(tokens, tokens), B * T if recorded else 0
-    if learned:
+    batch, learned = Batch(tokens, tokens), B * T if model.cfg.documents else 0
+    if learned and isinstance(arena, FakeArena):  # where no number is known
+        every = [all_learned(part, model.mesh.weights.size) for part in model.by_subsequence(tokens)]
+        batch = batch._replace(packed=model.one_document()._replace(learned=every))
+    elif learned:
         tokens = tokens.cpu()  # as batches come
         batch = model.on_device(Batch(tokens, tokens, model.one_document()))
         model.meet(batch.packed)
@@ -81,6 +83,12 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
         model.arena = before
         swap.streams.timeline.clear()
         model.grads.zero_()
+
+
+def all_learned(targets: torch.Tensor, tp: int) -> Learned:
+    """Makes the Learned of targets (N,) of all tp ranks, where each is learned."""
+    rows = torch.arange(len(targets) // tp, device=targets.device)
+    return Learned(rows, targets.view(-1, tp), len(rows), rows[:0])
 
 
 def traced_requests(make: Callable[[torch.device], Model], B: int, T: int,

@@ -56,9 +56,10 @@ class Short(Edges):
 
     def head(self, x: torch.Tensor, targets: torch.Tensor | Learned, N: int, scale: float | None,
              loss: torch.Tensor) -> None:
-        assert not isinstance(targets, Learned)  # documents are rehearsed, not traced
         rows = 2 * self.own_head_rows
-        super().head(x[:rows], targets[:rows * self.tp.size], N, scale, loss)
+        some = (targets._replace(rows=targets.rows[:rows], targets=targets.targets[:rows])
+                if isinstance(targets, Learned) else targets[:rows * self.tp.size])
+        super().head(x[:rows], some, N, scale, loss)
 
 
 def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int = 0) -> Trace:
