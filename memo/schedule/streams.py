@@ -59,7 +59,8 @@ class Timeline:
         """Returns the spans since the last call, when they have ended."""
         spans, self.spans = self.spans, []
         for *_, behind in spans:
-            behind.wait()  # what is sent last nobody has waited for
+            if not behind.done():  # what is sent last nobody has waited for
+                behind.wait()
         return [Span(stream, kind, label, *(mark.seconds_since(spans[0][3]) for mark in (before, behind)))
                 for stream, kind, label, before, behind in spans]
 
