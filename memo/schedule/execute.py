@@ -2,7 +2,7 @@
 for. The host itself waits only for its own threads: on a CPU those of all streams, else the optimizer's.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from memo.schedule.spans import wait_kind, wait_label
@@ -19,16 +19,19 @@ class Executor:
 
     def __init__(self, streams: Streams, label: Callable[[Step], str]) -> None:
         self.streams, self.label = streams, label
-        self.events: dict[Step, Event] = {}  # of steps that others wait for
+        self.events: dict[Step, Event] = {}  # of steps that others, or settle(), wait for
         self.reasons: dict[tuple[Step, Step], str] = {}  # {(a step, one that it waits for): why}
 
-    def expect(self, schedules: Iterable[Schedule]) -> None:
-        """Makes the events of the schedules that run() will get, and their labels: not at every step."""
+    def expect(self, schedules: Sequence[Schedule]) -> None:
+        """Makes the events of the schedules that run() will get, the update last, and their labels: not at
+        every step."""
         name = cache(self.label)
         self.reasons = {(step, earlier): wait_label(name, step, earlier, place)
                         for schedule in schedules for step, waits in schedule.items()
                         for earlier, place in waits.items()}
-        self.events = {step: Event(name(step), wait_kind(step)) for _, step in self.reasons}
+        ends = {step.stream: step for step in schedules[-1]}.values()
+        waited = (*ends, *(earlier for _, earlier in self.reasons))
+        self.events = {step: Event(name(step), wait_kind(step)) for step in waited}
 
     def settle(self, steps: Schedule) -> None:
         """Makes compute, and where streams are the host's the caller too, wait for the newest launch of each
