@@ -210,8 +210,7 @@ def test_every_layout_gives_the_gradients_of_the_documents(folder, text, kind, m
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,more", [
-    ("dp2", "ring", {}), ("tp2 cp2", "ring", dict(subsequences=4)), ("cp2", "ulysses", {}),
-    ("tp2", "metp", {})])
+    ("dp2", "ring", {}), ("tp2 cp2", "ring", dict(subsequences=4))])
 def test_where_states_are_changes_no_bit_of_documents(folder, text, kind, more):
     size = degrees_of(text)  # sums of several micro batches are made in another order
     cfg = Layout(**KEYS | FAMILIES["qwen"] | layout_keys(text, kind) | more | dict(
@@ -224,8 +223,8 @@ def test_where_states_are_changes_no_bit_of_documents(folder, text, kind, more):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("subsequences", [1, 2])
-@pytest.mark.parametrize("lengths", [[3, 1, 14, 9, 5] * 25, [16] * 40, [40, 8, 3, 90, 30] * 7])
+@pytest.mark.parametrize("lengths,subsequences", [
+    ([3, 1, 14, 9, 5] * 25, 2), ([16] * 40, 1), ([40, 8, 3, 90, 30] * 7, 1), ([40, 8, 3, 90, 30] * 7, 2)])
 def test_no_hop_is_made_that_no_rank_needs(tmp_path, lengths, subsequences):
     """Keys, or queries, go round 4 ranks as far as a document reaches: counted token by token."""
     folder, S, cp = write_folder(tmp_path / "d", lengths), 128, 4
@@ -290,7 +289,7 @@ def test_few_documents_go_tile_by_tile():
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("text,kind,more,family", [*CASES[:6], CASES[8], CASES[12], CASES[15]])
+@pytest.mark.parametrize("text,kind,more,family", [CASES[1], CASES[2], CASES[5], CASES[8], CASES[15]])
 def test_every_layout_by_lengths(tmp_path, text, kind, more, family):
     folder = str(write_folder(tmp_path / "d", [3, 1, 14, 9, 5, 90] * 25))
     keys = KEYS | FAMILIES[family] | layout_keys(text, kind) | more

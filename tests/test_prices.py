@@ -54,7 +54,7 @@ def prices(model, cfg):
         machine = Counting("free", node, memory, None, free, capability=(9, 0), kind=kind, by_bytes=by_bytes)
         units = modelled_rates(cfg, machine, itemsize).units
         of_step = step_seconds(swap.placement, swap.tensors, units, inf)
-        ends = (part(cfg, machine, itemsize) for part in (embedding_s, head_s))
+        ends = embedding_s(cfg, machine, itemsize), head_s(cfg, machine, itemsize, 1.0)
         return sum(map(of_step, swap.placement.schedule())) + sum(ends)
     kinds = product(MESSAGES, (2, 4), (1, 2))
     found = {kind: (price(kind, False), price(kind, True)) for kind in kinds}

@@ -29,7 +29,7 @@ class Executor:
         self.reasons = {(step, earlier): wait_label(name, step, earlier, place)
                         for schedule in schedules for step, waits in schedule.items()
                         for earlier, place in waits.items()}
-        ends = {step.stream: step for step in schedules[-1]}.values()
+        ends = {step.stream: step for step in schedules[-1] if not step.computes}.values()
         waited = (*ends, *(earlier for _, earlier in self.reasons))
         self.events = {step: Event(name(step), wait_kind(step)) for step in waited}
 
