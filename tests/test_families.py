@@ -4,6 +4,7 @@ and one line for all that memo does not have."""
 import json
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ from memo.huggingface.huggingface import (
     overlaid,
 )
 from memo.huggingface.weights import HfWeights, check_folder
+from memo.layer.tiles import UNLEARNED, Batch, Packed
 from memo.memory.flat import model_parameters
+from memo.memory.parameters import bucket_views
 from memo.run.load_config import load_config
 from memo.sample import load_model
 from memo.states.optim import Optimizer
@@ -153,6 +156,43 @@ def test_twenty_steps_train_as_transformers_do(tmp_path, name):
     save_states(tmp_path, optimizer, cfg, 20)
     convert.to_hf(tmp_path, tmp_path / "back")
     assert (memo_logits(model, tokens) - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("name", [*MODELS][:1] + [*MODELS][-2:])
+def test_a_pack_is_transformers_with_a_block_diagonal_mask(tmp_path, name, N):
+    """Loss, each gradient's size and the embedding's, with the same positions; the last is padding."""
+    kind, more = MODELS[name]
+    net = saved(tmp_path / "hf", kind, **more)
+    cfg = Layout(**model_keys(tmp_path / "hf") | dict(
+        documents=True, batch_size=2, block_size=S, device="cpu", subsequences=N))
+    model = Model(GPT, cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(HfWeights(tmp_path / "hf", cfg))
+    ends, [rows] = ((20, 21, 50), (7, 64)), batches(1, V, S)
+    tokens, targets = rows[:2, :-1].clone(), rows[:2, 1:].clone()
+    positions, sees = torch.zeros(2, S, dtype=torch.long), torch.eye(S, dtype=torch.bool).repeat(2, 1, 1)
+    for b, of in enumerate(ends):
+        targets[b, of[-1]:] = UNLEARNED
+        for first, end in pairwise((0, *of)):
+            targets[b, end - 1] = UNLEARNED
+            positions[b, first:end] = torch.arange(end - first)
+            sees[b, first:end, first:end] = torch.ones(end - first, end - first, dtype=torch.bool).tril()
+    mask = torch.zeros(2, 1, S, S).masked_fill(~sees[:, None], torch.finfo(torch.float32).min)
+    theirs = net(tokens, attention_mask=mask, position_ids=positions).logits.flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(theirs, targets.flatten(), ignore_index=UNLEARNED)
+    wanted.backward()
+    learned = int((targets != UNLEARNED).sum())
+    batch = model.on_device(Batch(tokens, targets, Packed(positions, ends)))
+    loss = model.forward(*batch, scale=1.0, learned=learned)
+    model.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    square = sum(p.grad.double().square().sum() for p in net.parameters())
+    assert optimizer.clip(0.0).item() == pytest.approx(square.sqrt().item(), rel=1e-5)
+    place = model.layout["wte"]
+    mine = bucket_views(model.layout, model.buckets, model.bucket_grads)["wte"][:V]
+    grad = net.get_input_embeddings().weight.grad
+    assert place.shape[1] == grad.shape[1] and (mine - grad).norm() <= 1e-5 * grad.norm()
 
 
 def test_bf16_goes_there_and_back(tmp_path, monkeypatch, hf):
