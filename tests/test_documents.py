@@ -184,7 +184,7 @@ RANKS = [("cp2", "ring", {}), ("cp2", "ring", dict(subsequences=3)), ("cp2", "ul
          ("cp2", "ulysses", dict(subsequences=3)), ("tp2", "ring", {}), ("tp2", "metp", {}),
          ("tp2", "metp", dict(subsequences=4)), ("tp2 cp2", "ring", dict(subsequences=2)),
          ("tp2 cp2", "metp", {}), ("cp4", "ring", {}), ("dp2", "ring", {}), ("tp2 dp2", "metp", {}),
-         ("pp2", "ring", dict(subsequences=4)), ("pp2 cp2", "ring", dict(subsequences=4)),
+         ("pp3", "ring", dict(subsequences=4)), ("pp2 cp2", "ring", dict(subsequences=4)),
          ("pp2", "ring", dict(subsequences=4, msp=True)), ("pp2 cp2", "ring", dict(subsequences=4, msp=True))]
 
 

@@ -200,7 +200,8 @@ class Model(Parameters):
             return Batch(move(tokens), move(targets))
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
-        learned = [self.gpt.edges.learned(part).to(move) for part in self.by_subsequence(targets)]
+        of_head = self.by_subsequence(targets) if self.cfg.has_head else ()
+        learned = [self.gpt.edges.learned(part).to(move) for part in of_head]
         return Batch(move(tokens), targets, Packed(move(packed.positions), packed.ends, learned))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
