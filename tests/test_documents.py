@@ -1,6 +1,7 @@
 """Documents: packing, the files, and a packed sequence through every layout against its documents alone."""
 
 import json
+import os
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -87,9 +88,13 @@ def test_many_documents_are_packed_once(monkeypatch, tmp_path, harm):
     for name in ("S", "first", "length", "ends", "learned", "bounds"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
     assert packing.packed_once(starts, 402, 64, "best_fit").length.sum() == 402
-    (tmp_path / "memo/packing.lock").unlink()
-    (tmp_path / "memo/packing.lock").mkdir()
-    assert packing.packed_once(starts, 401, 64, "best_fit").length.sum() == 401
+    victim, lock = tmp_path / "victim", tmp_path / "memo/packing.lock"
+    victim.write_text("precious")
+    for plant in (lock.mkdir, lambda: os.mkfifo(lock), lambda: lock.symlink_to(victim)):
+        (lock.rmdir if lock.is_dir() else lock.unlink)()
+        plant()
+        assert packing.packed_once(starts, 401, 64, "best_fit").length.sum() == 401
+    assert victim.read_text() == "precious"
 
 
 def test_other_starts_are_refused(tmp_path):

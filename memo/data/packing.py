@@ -10,6 +10,7 @@ token once. All follows from the documents' starts, S and the seed, in any layou
 
 import fcntl
 import hashlib
+import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memo.system.files import cache_place, keep, kept, open_file
+from memo.system.files import cache_place, keep, kept, open_file, regular
 
 MANY = 2**17  # documents; fewer are packed in a tenth of a second
 
@@ -122,8 +123,11 @@ def packed_once(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
         return pack(starts, tokens, S, how)
     made_from = f"{tokens} {S} {how} ".encode() + Path(__file__).read_bytes() + starts.tobytes()
     path = folder / f"packing-{hashlib.sha256(made_from).hexdigest()[:16]}"
-    with ExitStack() as stack, suppress(OSError):  # a full disk, or one that knows no locks
-        fcntl.flock(stack.enter_context(open(folder / "packing.lock", "w")), fcntl.LOCK_EX)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with ExitStack() as stack, suppress(OSError):  # something else has the name; a disk that knows no locks
+        lock = stack.enter_context(open(os.open(folder / "packing.lock", flags, 0o600), "rb"))
+        regular(os.fstat(lock.fileno()))
+        fcntl.flock(lock, fcntl.LOCK_EX)
         with suppress(FileNotFoundError, ValueError), open(open_file(path), "rb") as file:
             most_bytes = 8 * 4 * (len(starts) + tokens // S + 2)
             stored = np.frombuffer(kept(file.fileno(), most_bytes), np.int64)  # whole, and as it was made
@@ -131,7 +135,8 @@ def packed_once(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
             return packing_of(S, stored[1:end].reshape(3, -1), stored[end:])
         packing = pack(starts, tokens, S, how)
         columns = [len(packing.first)], packing.first, packing.length, packing.ends, packing.bounds
-        keep(np.concatenate(columns).astype(np.int64).tobytes(), path)
+        with suppress(OSError):  # a full disk
+            keep(np.concatenate(columns).astype(np.int64).tobytes(), path)
         return packing
     return pack(starts, tokens, S, how)
 

@@ -59,8 +59,7 @@ class Timeline:
         """Returns the spans since the last call, when they have ended."""
         spans, self.spans = self.spans, []
         for *_, behind in spans:
-            if not behind.done():  # what is sent last nobody has waited for
-                behind.wait()
+            behind.wait()  # what is sent last nobody has waited for
         return [Span(stream, kind, label, *(mark.seconds_since(spans[0][3]) for mark in (before, behind)))
                 for stream, kind, label, before, behind in spans]
 
@@ -106,7 +105,11 @@ class CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
-        self.done, self.wait = self.event.query, self.event.synchronize
+        self.done = self.event.query
+
+    def wait(self) -> None:
+        if not self.done():
+            self.event.synchronize()
 
     def seconds_since(self, other: "CudaMark") -> float:
         milliseconds: float = other.event.elapsed_time(self.event)

@@ -26,7 +26,7 @@ def differences(was: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, s
     changed = {}
     for name, value in now.items():
         before = was.get(name, value)
-        half = name.endswith(" data") and 16 in (len(value), len(str(before)))
+        half = name.endswith((" data", " documents", " weights")) and 16 in (len(value), len(str(before)))
         if (value[:16] != str(before)[:16]) if half else value != before:
             changed[name] = f"{name}={shown(value)}, was {shown(before)}"
     return changed
