@@ -8,10 +8,11 @@ or of the same tokens, under the causal mask.
 
 import operator
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -56,16 +57,6 @@ class Mask(NamedTuple):
     borders: tuple[int, ...] = ()
     sees: Callable[[int, int], bool] = operator.ge
     end: float = inf
-
-    def meets(self, queries: Range, keys: Range) -> bool:
-        """Says whether any of the queries sees any of the keys; neither range is within the other."""
-        if not keys[1] <= queries[0] < self.end:
-            return False
-        theirs, own = (range(bisect_right(self.borders, first), bisect_right(self.borders, end - 1) + 1)
-                       for first, end in (keys, queries))
-        if self.sees is operator.eq:  # the last key's part is the first query's, or none is another's
-            return own[0] == theirs[-1]
-        return any(self.sees(*pair) for pair in product(own, theirs))
 
 
 CAUSAL = Mask()
@@ -156,10 +147,16 @@ class Meeting:
     @cached_property
     def distances(self) -> list[int]:
         """Lists, ascending, how many ranks lie between some queries and keys of another rank's that meet."""
-        ranks = range(len(self.queries))
-        return [d for d in ranks[1:] if any(
-            mask.meets(q, k) for mask in {*self.masks} for rank in ranks for piece in self.pieces
-            for q in self.queries[rank] for k in piece[rank - d])]
+        ranks, found = len(self.queries), {0}
+        for mask in {*self.masks}:
+            owner = {key: rank for piece in self.pieces for rank, ranges in enumerate(piece)
+                     for key in stretches(ranges, mask)}
+            seen = keys_seen([*owner], mask)
+            for rank, ranges in enumerate(self.queries):
+                for query in stretches(ranges, mask):
+                    if len(found) < ranks:
+                        found |= {(rank - owner[key]) % ranks for key in seen(query)}
+        return sorted(found)[1:]
 
     @property
     def rows(self) -> int:
@@ -222,18 +219,30 @@ def joined(rows: Sequence[Range]) -> list[Range]:
     return found
 
 
+def keys_seen(keys: Sequence[Stretch], mask: Mask) -> Callable[[Stretch], list[Stretch]]:
+    """Makes a function that finds the keys before a stretch of queries that these see; padding sees none."""
+    of_part = defaultdict[int, list[Stretch]](list)
+    for key in keys:
+        of_part[key.part].append(key)
+
+    def seen(query: Stretch) -> list[Stretch]:
+        first, part = query.tokens[0], query.part
+        # of many documents few keys are worth a look
+        near = of_part.get(part, ()) if mask.sees is operator.eq else keys
+        return [key for key in near if key.tokens[1] <= first < mask.end and mask.sees(part, key.part)]
+    return seen
+
+
 def tiles_of(queries: Ranges, keys: Ranges, mask: Mask = CAUSAL) -> Tiles:
     """Lists the tiles in which queries meet the keys that they see: under the causal mask the fewest there
     are. Tokens are given in the order of the rows; ranges of both are equal, or have no token in common."""
     all_queries, all_keys = stretches(queries, mask), stretches(keys, mask)
     own_keys = {key.tokens: key for key in all_keys}
-    of_part = {part: [*of] for part, of in groupby(all_keys, key=lambda key: key.part)}
-    alone = mask.sees is operator.eq  # of many documents few keys are worth a look
+    keys_of = keys_seen(all_keys, mask)
     full, causal = list[tuple[Range, Range]](), list[tuple[Range, Range]]()  # rows of queries, of keys
     square = list[Stretch]()  # the keys of the last causal tile
     for query in (query for query in all_queries if query.tokens[0] < mask.end):
-        seen = [key for key in (of_part.get(query.part, []) if alone else all_keys)
-                if key.tokens[1] <= query.tokens[0] and mask.sees(query.part, key.part)]
+        seen = keys_of(query)
         if own := own_keys.get(query.tokens):
             grows = square and square[-1].rows[1] == own.rows[0] and causal[-1][0][1] == query.rows[0]
             if grows and all(key in seen for key in square):
