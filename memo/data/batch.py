@@ -66,14 +66,6 @@ class Data:
         packing = self.packings["train"]
         return [packing.pieces(k)[0][0] for k in packing.numbers(step * micros * B, micros * B, cfg.seed)]
 
-    def ends(self, cfg: Config, step: int, micro_step: int, dp: int) -> list[tuple[int, ...]]:
-        """Lists for each sequence of a batch of the train split where its documents end."""
-        if not cfg.documents:
-            return [(cfg.block_size,)] * cfg.batch_size
-        first = (step * cfg.micro_batches(dp) + micro_step) * cfg.batch_size
-        packing = self.packings["train"]
-        return [ends_of(packing.pieces(k)) for k in packing.numbers(first, cfg.batch_size, cfg.seed)]
-
     def share(self, cfg: Config, split: str, step: int, micro_batches: int) -> Share:
         """Counts what the sequences of a step of so many micro batches hold together."""
         count, S = cfg.batch_size * micro_batches, cfg.block_size

@@ -272,11 +272,9 @@ class Checks:
 
     def sent(self, opened: Opened, cfg: Layout, own: list[Part]) -> None:
         """Compares the bytes that each axis has sent with a formula."""
-        model, sent = opened.run.model, opened.run.mesh.take_sent_bytes()
+        sent = opened.run.mesh.take_sent_bytes()
         shared = sum(len(part[3]) for part in own if self.split_dims[part[0]] is None)
-        data, dp = opened.run.data, model.mesh.dp
-        batches = [data.ends(cfg, 0, micro, dp.size) for micro in range(
-            dp.rank, cfg.micro_batches(dp.size), dp.size)]
+        batches = [ends for (split, step, _), ends in opened.ends.items() if (split, step) == ("train", 0)]
         expected = mechanics.expected_bytes(cfg, batches, shared)
         self.faults("layout", [f"axis {name} has sent {factor_words(sent[name], want, self.degrees)}: "
                                f"{sent[name]} bytes, by the formula {want:.0f}"

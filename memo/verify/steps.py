@@ -2,7 +2,7 @@
 is not the run's own."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -100,10 +100,12 @@ class Opened:
         with patch("train.initial_weights", partial(of_stage, values)), NO_PICTURE:
             self.run: Run = train.set_up([*argv, "--force"], launch, host)
         self.values, self.reads, draw = values, list[Read](), self.run.data.draw
+        self.ends: dict[tuple[str, int, int], Sequence[Sequence[int]]] = {}  # of documents, of each batch
 
         def drawn(cfg: Config, *asked: Any) -> Batch:
             tokens, targets, packed = batch = draw(cfg, *asked)
             positions = packed.positions if packed else self.tokens().expand_as(tokens)
+            self.ends[asked[:3]] = packed.ends if packed else [(cfg.block_size,)] * cfg.batch_size
             self.reads.append(Read(asked[:3], torch.stack((tokens, targets, positions))))
             return batch
         vars(self.run.data)["draw"] = drawn
