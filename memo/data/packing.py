@@ -66,8 +66,12 @@ class Packing:
     def numbers(self, first: int, count: int, seed: int) -> list[int]:
         """Lists which sequences of the packing a run of that seed takes from number `first` on: each epoch is
         a permutation of all."""
-        places = (divmod(g, len(self)) for g in range(first, first + count))
-        return [int(permutation(len(self), seed, epoch)[place]) for epoch, place in places]
+        n, found = len(self), list[int]()
+        while count > 0:
+            epoch, place = divmod(first, n)
+            taken = permutation(n, seed, epoch)[place:place + count].tolist()
+            found, first, count = found + taken, first + len(taken), count - len(taken)
+        return found
 
     def share(self, first: int, count: int, seed: int) -> Share:
         """Counts what `count` sequences of a run hold together, from number `first` on."""
