@@ -12,14 +12,12 @@ import numpy as np
 
 from memo.config.config import Config
 from memo.config.formulas import mfu, model_flops, percent
-from memo.config.layout import subsequence_lengths
 from memo.data.batch import open_dataset
 from memo.data.packing import Packing, Share, ends_of, pack
 from memo.errors import ConfigError
 from memo.estimate.budget import Estimate
-from memo.estimate.packed import met_by_ranks
 from memo.estimate.pipeline_seconds import embedding_s, head_s, step_s
-from memo.estimate.roofline import Sample, kernels_s
+from memo.estimate.roofline import Sample
 from memo.estimate.unit_seconds import ModelledRates, modelled_rates
 from memo.system.files import JsonObject
 
@@ -57,15 +55,6 @@ def typical(packing: Packing, cfg: Config) -> Sample:
     return sample_of(packing, cfg, packing.typical(cfg.batch_size, cfg.seed))
 
 
-def imbalance_of_ranks(layer: ModelledRates, sample: Sample) -> float:
-    """Divides the kernels' seconds of the slowest rank that shares the tokens by those of the mean."""
-    slowest, mean, lengths = 0.0, 0.0, subsequence_lengths(layer.units[0].unit.cfg)
-    for i, one in enumerate(layer.units):
-        seconds = [kernels_s(one.unit, met) for met in met_by_ranks(one.unit, i, lengths, sample.ends)]
-        slowest, mean = slowest + max(seconds), mean + fsum(seconds) / len(seconds)
-    return slowest / mean
-
-
 def imbalance_of_stages(got: Estimate, layer: ModelledRates) -> float:
     """Divides the seconds of the stage that computes longest by those of the mean."""
     cfg = got.decided
@@ -89,13 +78,12 @@ def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
     stages = [replace(stage, totals=None) for stage in got.stages]  # of the typical batch
     passes_s, imbalances = list[float](), list[float]()
     for number in order[chosen].tolist():
-        sample = sample_of(packing, cfg, number)
-        layer = modelled_rates(cfg, got.machine, got.itemsize, sample)
+        layer = modelled_rates(cfg, got.machine, got.itemsize, sample_of(packing, cfg, number))
         assert layer is not None  # speeds are known
         parts = step_s(stages, got.machine, world, got.itemsize, layer)
         passes_s.append((parts["step"] - parts["gradients and parameters"] - parts["optimizer"])
                         * got.dp / micros)
-        imbalances.append(imbalance_of_ranks(layer, sample))
+        imbalances.append(layer.imbalance)
     each_s = np.interp(squares, squares[order[chosen]], passes_s)
     steps = max(1, len(each_s) // micros)
     of_replicas = np.resize(each_s, steps * micros).reshape(steps, micros // got.dp, got.dp).sum(1)

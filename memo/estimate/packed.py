@@ -2,28 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
-from memo.estimate.roofline import Calls, Met, Unit, kernels_s
+from memo.estimate.roofline import Calls, Met, Unit
 from memo.layer.tiles import Meeting, RowOrder, documents
 
 Ends = tuple[tuple[int, ...], ...]  # of a Sample
 
 
-def slowest(u: Unit, met_by_ranks: Sequence[Met]) -> Met:
-    return max(met_by_ranks, key=lambda met: kernels_s(u, met))
-
-
-@lru_cache(16)  # the units of a batch
-def meeting_of(cp: str, ranks: int, lengths: tuple[int, ...], i: int, ends: Ends) -> Meeting:
-    order = RowOrder([(n,) for n in lengths], cp, ranks, masks=[*map(documents, ends)])
-    [meeting] = order.meetings(i, 0, lengths[i] // ranks)
-    return meeting
-
-
 def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Met]:
     """Counts what attention of the i-th subsequence does on each rank that shares the tokens."""
-    meeting = meeting_of(u.cfg.context_parallel, u.ring, tuple(lengths), i, ends)
+    order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring, masks=[*map(documents, ends)])
+    [meeting] = order.meetings(i, 0, lengths[i] // u.ring)
     return [met_of_rank(u, meeting, rank) for rank in range(len(meeting.queries))]
 
 

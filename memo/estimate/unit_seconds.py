@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
+from math import fsum
 from types import ModuleType
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
@@ -180,6 +181,7 @@ class UnitSeconds(UnitRates):
 class ModelledRates(Rates):
     units: tuple[UnitSeconds, ...]
     learned: float = 1.0  # the part of all rows that the head computes
+    imbalance: float = 1.0  # attention's seconds on the slowest rank that shares the tokens, over the mean
 
 
 def modelled_rates(cfg: Layout, machine: Machine, itemsize: int,
@@ -196,15 +198,17 @@ def modelled_rates(cfg: Layout, machine: Machine, itemsize: int,
 def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | None) -> ModelledRates:
     lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
     of_length = {S: kind(cfg, machine, itemsize, S) for S in lengths}
-    before, units = Before(), list[UnitSeconds]()
+    before, units, longest_s, mean_s = Before(), list[UnitSeconds](), 0.0, 0.0
     for i, S in enumerate(lengths):
         u = of_length[S]
-        met = roofline.one_document(u, before)
+        met = [roofline.one_document(u, before)]
         if sample:
             packed: ModuleType = import_module("memo.estimate.packed")  # which needs torch
-            met = packed.slowest(u, packed.met_by_ranks(u, i, lengths, sample.ends))
-        units.append(UnitSeconds(u, met))
+            met = packed.met_by_ranks(u, i, lengths, sample.ends)
+        seconds = [roofline.kernels_s(u, of_rank) for of_rank in met]
+        longest_s, mean_s = longest_s + max(seconds), mean_s + fsum(seconds) / len(seconds)
+        units.append(UnitSeconds(u, met[seconds.index(max(seconds))]))
         before[S] += 1
     rate = machine.node.pcie_bytes_per_s
     learned = sample.share.learned / (cfg.batch_size * cfg.block_size) if sample else 1.0
-    return ModelledRates(tuple(units), rate, rate, None, learned=learned)
+    return ModelledRates(tuple(units), rate, rate, None, learned=learned, imbalance=longest_s / mean_s)
