@@ -10,10 +10,9 @@ token once. All follows from the documents' starts, S and the seed, in any layou
 
 import fcntl
 import hashlib
-import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memo.system.files import cache_place, keep, kept, open_file, regular
+from memo.system.files import cache_place, keep, kept, open_file, open_lock
 
 MANY = 2**17  # documents; fewer are packed in a tenth of a second
 
@@ -127,10 +126,8 @@ def packed_once(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
         return pack(starts, tokens, S, how)
     made_from = f"{tokens} {S} {how} ".encode() + Path(__file__).read_bytes() + starts.tobytes()
     path = folder / f"packing-{hashlib.sha256(made_from).hexdigest()[:16]}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with ExitStack() as stack, suppress(OSError):  # something else has the name; a disk that knows no locks
-        lock = stack.enter_context(open(os.open(folder / "packing.lock", flags, 0o600), "rb"))
-        regular(os.fstat(lock.fileno()))
+    # something else may have the name, and some network file systems know no locks
+    with suppress(OSError), open_lock(folder / "packing.lock", 0o600) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with suppress(FileNotFoundError, ValueError), open(open_file(path), "rb") as file:
             most_bytes = 8 * 4 * (len(starts) + tokens // S + 2)

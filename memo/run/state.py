@@ -30,7 +30,7 @@ from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.files import NEW, plain_name, read_text, regular
+from memo.system.files import NEW, open_lock, plain_name, read_text
 from memo.system.hardware import Machine
 
 LOCK = ".lock"
@@ -148,9 +148,8 @@ def lock(out: Path, owner: str) -> IO:
     """Makes and locks `out`, so that two runs never write there at once -> the lock, which says `owner`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = open(os.open(out / LOCK, flags, 0o666), "r+")  # noqa: SIM115  until the process ends
-        if regular(os.fstat(file.fileno())).st_nlink > 1:  # another name of a file that is not the run's
+        file = open_lock(out / LOCK, 0o666)  # until the process ends
+        if os.fstat(file.fileno()).st_nlink > 1:  # another name of a file that is not the run's
             raise OSError(errno.EMLINK, "its .lock has other names too, remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

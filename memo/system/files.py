@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, inf, isfinite
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from memo import HOME
 from memo.errors import ConfigError, reason
@@ -52,6 +52,19 @@ def open_file(path: str | Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_lock(path: str | Path, mode: int) -> IO[str]:
+    """Opens a file to be locked, made where there is none; no link is followed, a pipe does not block.
+    Errors: OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = open(os.open(path, flags, mode), "r+")  # noqa: SIM115  as long as it is locked
+    try:
+        regular(os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def read_text(path: str | Path, most_chars: int = MOST_TEXT_CHARS, newline: str | None = None) -> str:
