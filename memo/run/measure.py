@@ -348,14 +348,15 @@ def measured_states(model: Model) -> StateSeconds:
 
 def measure(model: Model, pin: bool, typical: Packed | None = None) -> Rates:
     """Measures the Rates of a layer, of the slowest of the peers; all ranks copy at once. `typical`: with
-    documents, of a batch: seconds are its, memory is that of the worst, one document a sequence."""
-    swap, peers = model.swap, model.mesh.peers
+    documents, of a batch: seconds are its; memory, which only a GPU is asked for, is that of the worst, one
+    document a sequence."""
+    swap, peers, cuda = model.swap, model.mesh.peers, model.device.type == "cuda"
     synchronize(model.device)
     swap.streams.timeline.take()
     if typical:
-        model.meet(model.one_document())
+        model.meet(model.one_document() if cuda else typical)
     units, transient = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
-    if typical:
+    if typical and cuda:
         model.meet(typical)
         units, _ = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
     buffer = max(swap.buffers.values(), key=len)
