@@ -52,10 +52,10 @@ def step_alone(cfg):
     return loss.item(), optimizer.clip(0.0).item(), views(model.layout, model.grads)
 
 
-def train_steps(make, cfg, steps=3, folder=None):
+def train_steps(make, cfg, steps=3, folder=None, take=step):
     """([(loss, norm) of each step], a hash of each of this rank's states, a hash of what it has of the
     parameters) of the model and the optimizer that make(False) gives. With `folder` it stops after two steps,
-    and make(True) goes on from its checkpoint."""
+    and make(True) goes on from its checkpoint. take(model, optimizer, cfg) -> the loss of a step."""
     def hashed(t):
         return hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest()
     (model, optimizer), shown = make(False), []
@@ -66,7 +66,7 @@ def train_steps(make, cfg, steps=3, folder=None):
             model, optimizer = make(True)
             checkpoint.restore(checkpoint.load(folder), model, optimizer)
             optimizer.publish()
-        loss = step(model, optimizer, cfg)
+        loss = take(model, optimizer, cfg)
         shown.append((loss.item(), optimizer.clip(cfg.grad_clip).item()))
         optimizer.step(1e-2)
     optimizer.pieces()  # behind the last step

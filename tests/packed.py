@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +20,7 @@ from memo.run import reserve
 from memo.system.files import fingerprint
 from memo.verify.reference import Reference
 from tests.helpers import CPU, mesh_of
-from tests.layouts import build, views, whole
+from tests.layouts import build, train_steps, views, whole
 
 # of one token, short, as long as a sequence, longer: cut across every boundary of subsequences and ranks
 LENGTHS = [1, 300, 45, 128, 64, 1, 1, 200, 31, 77, 2, 19, 129, 50, 3, 17, 90, 24, 8, 1, 15]
@@ -79,20 +79,16 @@ def packed_gradients(host, cfgs, folder):
 
 
 def trained_anywhere(host, cfg, folder, places):
-    """[(loss, norm) of three steps] with the states in each of these places."""
-    mesh, made = mesh_of(host, replace(cfg, states="host")), []
+    """Losses, norms and states of three steps, see train_steps(), with the states in each of these places."""
     data = open_dataset(folder, cfg.block_size, packs=cfg.pack)
-    for where in places:
-        model, optimizer = build(replace(cfg, states=where), mesh)
-        shown = []
-        for it in range(3):
-            loss = packed_step(model, optimizer, cfg, data, it)
-            shown.append((loss.item(), optimizer.clip(0.1).item()))
-            optimizer.step(1e-2)
-        optimizer.pieces()  # behind the last step
-        model.close()
-        made.append(shown)
-    return made
+    mesh = mesh_of(host, replace(cfg, states="host"))
+
+    def trained(where):
+        it = count()
+        *found, _ = train_steps(lambda _: build(replace(cfg, states=where), mesh), cfg,
+                                take=lambda *run: packed_step(*run, data, next(it)))
+        return found
+    return [trained(where) for where in places]
 
 
 # --- a kernel by lengths for the CPU: numpy computes, so that memory is requested as on a GPU ---
