@@ -167,6 +167,9 @@ def test_what_cannot_be_called_is_not_there(monkeypatch, tmp_path):
     fakes.install(monkeypatch, "2.6.3")
     with pytest.raises(Unusable, match="^it is of another version: _flash_attn_forward wants window_size$"):
         installed_kernel("flash_attn_2")
+    fakes.install(monkeypatch, "2.8.3")
+    monkeypatch.delattr(sys.modules["flash_attn.flash_attn_interface"], "_flash_attn_varlen_backward")
+    assert installed_kernel("flash_attn_2").lengths is None  # one document a sequence needs none
     fakes.install(monkeypatch, "3")
     monkeypatch.delattr(sys.modules["flash_attn_interface"], "_flash_attn_backward")
     with pytest.raises(Unusable, match="^it has no flash_attn_interface._flash_attn_backward$"):

@@ -9,6 +9,7 @@ the choice, memo/layer/attend.py for which queries meet which keys."""
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
@@ -222,28 +223,33 @@ def installed_kernel(name: str) -> Kernel:
     lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
     of_keys = "q", "k", "v", "scale", "causal", *lse
     of_gradients = "dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"
-    forwards = [bound(package, names[i], (*of_keys, *more), ("out",)) for i, more in ((0, ()), (-2, LENGTHS))]
-    backwards = [bound(package, names[i], (*of_gradients, *more)) for i, more in ((1, ()), (-1, LENGTHS))]
+
+    def calls(forward: str, backward: str, *more: str) -> tuple[Callable[..., Result], Callable[..., Result]]:
+        return (bound(package, forward, (*of_keys, *more), ("out",)),
+                bound(package, backward, (*of_gradients, *more)))
+    known = {False: calls(*names[:2])}
+    with suppress(Unusable):  # of lengths: not all versions have them
+        known[True] = calls(*names[-2:], *LENGTHS)
     # a custom op spells it out_, and may not return it: that does not count
     takes_out = "out" in parameters_of(getattr(package, names[0]))
 
     def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool | Lengths,
                           **out: torch.Tensor) -> Result:
-        call = forwards[isinstance(causal, Lengths)]
+        call, _ = known[isinstance(causal, Lengths)]
         return call(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, **said(causal), **lse, **out)[:2]
 
     def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                            out: torch.Tensor, lse: torch.Tensor, causal: bool | Lengths) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        call = backwards[isinstance(causal, Lengths)]
+        _, call = known[isinstance(causal, Lengths)]
         call(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
              **said(causal), deterministic=torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
     label = next((f"{name} {found.version}" for found in distributions(name=distribution)), name)
     # flash-attn-4 has a backward of lengths on a Hopper from beta 5 on, as it has this
-    whole = name != "flash_attn_4" or "dlse" in parameters_of(getattr(package, names[1]))
-    return Kernel(name, attention_forward, attention_backward, takes_out, label,
-                  lengths=of_rows(attention_forward, attention_backward) if whole else None)
+    old = name == "flash_attn_4" and "dlse" not in parameters_of(getattr(package, names[1]))
+    lengths = None if old or True not in known else of_rows(attention_forward, attention_backward)
+    return Kernel(name, attention_forward, attention_backward, takes_out, label, lengths=lengths)
 
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
