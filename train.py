@@ -144,8 +144,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
     """Takes all steps from run.first on. run.done counts the steps that are done."""
     cfg, mesh, swap, arena = run.cfg, run.mesh, run.model.swap, run.model.arena
     for it in range(run.first, cfg.max_iters):
-        run.step = it
-        last = it == cfg.max_iters - 1
+        run.step, last = it, it == cfg.max_iters - 1
         # several ranks: all evaluate, step and save at the same counts, or one would wait for ever
         with stop.interruptible():  # weights and optimizer do not change: a second signal gives the step up
             evaluates = cfg.eval_interval and (it % cfg.eval_interval == 0 or last)

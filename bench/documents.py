@@ -13,6 +13,7 @@ Without an argument all. Writes bench/results/documents.json and .png. Data: pyt
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -29,7 +30,7 @@ from memo.data.batch import open_dataset, read_starts
 from memo.data.tokens import DTYPES, STARTS, WEIGHTS
 from memo.estimate.arena import fast_arena
 from memo.estimate.budget import estimate
-from memo.estimate.lengths import sample_of, typical
+from memo.estimate.lengths import Documents, sample_of
 from memo.estimate.pipeline_seconds import step_s
 from memo.estimate.unit_seconds import modelled_rates
 from memo.evaluate import token_losses
@@ -137,7 +138,7 @@ def passes(folder, count, rounds):
     model.arena = Arena(CPU, "greedy")
     model.arena.replay(reserve.requests_of_a_step(model, model.arena))
     packing, order, here = data.packings["train"], row_order(cfg, S, ALONE), machine_here("here")
-    got, found = estimate(cfg, here, 1, fast_arena, typical(packing, cfg)), []
+    got, found = estimate(cfg, here, 1, fast_arena, Documents(folder, packing)), []
     stages = [replace(stage, totals=None) for stage in got.stages]
     for step in range(count):
         batch = model.on_device(data.draw(cfg, "train", step, 0, 1, order))
@@ -147,7 +148,7 @@ def passes(folder, count, rounds):
             model.forward(*batch, scale=1.0, learned=S)
             model.backward()
             seconds.append(process_time() - begin)
-        parts = step_s(stages, here, 1, 4, modelled_rates(cfg, here, 4, sample_of(packing, cfg, step)))
+        parts = step_s(stages, here, 1, 4, modelled_rates(cfg, here, 4, partial(sample_of, packing, step)))
         expected = parts["step"] - parts["gradients and parameters"] - parts["optimizer"]
         found.append((min(seconds[1:]), expected))
     return dict(over_estimate=[s / expected for s, expected in found], seconds=[s for s, _ in found],

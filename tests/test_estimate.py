@@ -774,8 +774,10 @@ def test_search_takes_the_configs_number_of_ranks(capsys):
     (("--gpu=a800-80gb", "--vocab_size=0", "--dataset=nowhere"),
      r"^error: vocab_size=0 must be known without a dataset"),
     (("--gpu=a800-80gb", "--lengths=nowhere"), r"^error: --lengths=nowhere must be a dataset's folder, or "),
-    (("--gpu=a800-80gb", "--lengths=500,0"), r"^error: --lengths=500,0 must be lengths from 1 to 2\*\*40"),
-    (("--gpu=a800-80gb", "--lengths=5x999999999"), r"^error: --lengths=.* of 100,000,000 documents at most"),
+    (("--gpu=a800-80gb", "--lengths=500,0"), r"^error: --lengths=500,0 must be lengths from 1 on, of "),
+    (("--gpu=a800-80gb", "--lengths=5x999999999"), r"^error: --lengths=.* of at most 10,000,000 pieces of "),
+    (("--gpu=a800-80gb", "--lengths=99999999999999,7"), r"^error: --lengths=.* at most 10,000,000 pieces "),
+    (("--gpu=a800-80gb", "--lengths=1x1000"), r"^error: --lengths=1x1000 has no token that is learned: "),
     (("--gpu=here", "--gpus=8"),
      r"^error: --gpu=here: nothing was measured on this machine with ranks=8; try torchrun"),
 ])
@@ -794,7 +796,7 @@ def test_what_documents_cost_is_counted_from_their_pairs(keys):
     cfg = Layout(n_layer=2, n_head=8, n_embd=512, block_size=S, vocab_size=512, batch_size=2, documents=True,
                  **dict(subsequences=1) | keys)
     ends = tuple(tuple(np.cumsum(of).tolist()) for of in lengths)
-    layer = modelled_rates(cfg, H100, 2, Sample(ends, Share(658216, 658208, 1)))
+    layer = modelled_rates(cfg, H100, 2, lambda _: Sample(ends, Share(658216, 658208, 1)))
     cuts, flops = [unit.unit.S for unit in layer.units], 0.0
     for i, unit in enumerate(layer.units):
         met = met_by_ranks(unit.unit, i, cuts, ends)
@@ -802,7 +804,7 @@ def test_what_documents_cost_is_counted_from_their_pairs(keys):
         flops += same * sum(calls.times * calls.flops for of in met for calls in (*of.own, *of.earlier))
     assert flops == pytest.approx(4 * cfg.n_embd * sum(n * n / 2 for of in lengths for n in of))
     assert layer.learned == 658208 / (2 * S)
-    one = modelled_rates(cfg, H100, 2, Sample(((S,), (S,)), Share(2 * S, 2 * S, 1)))
+    one = modelled_rates(cfg, H100, 2, lambda _: Sample(((S,), (S,)), Share(2 * S, 2 * S, 1)))
     for mine, whole in zip(one.units, modelled_rates(cfg, H100, 2).units, strict=True):
         assert mine.attention_kernels_s == pytest.approx(whole.attention_kernels_s, rel=0.05)
 

@@ -41,8 +41,8 @@ FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest bloc
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
            "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
            "gpus": "ranks in all; by default pp * tp * cp of the config",
-           "lengths": "of documents, of a dataset's folder or a list as in 300000,500x4000: the mean and the "
-                      "slowest step",
+           "lengths": "of documents, of a dataset's folder or a list as in 300000,500x4000, with documents="
+                      "true: the mean and the slowest step",
            "plot": "a picture; by default estimate.png"}
 
 
@@ -100,8 +100,8 @@ import json
 from importlib import import_module
 
 from memo.config.formulas import parameters, percent
-from memo.estimate.arena import ROOT, fast_arena, itemsize_of, traced_arena
-from memo.estimate.budget import estimate
+from memo.estimate.arena import ROOT, ArenaOf, fast_arena, itemsize_of, traced_arena
+from memo.estimate.budget import Estimate, estimate
 from memo.estimate.regions import STATES_BYTES, granting
 from memo.estimate.report import HEADING, advice, as_dict, billions, draw_estimate, limit_of, summary, table
 from memo.estimate.search import longest, longest_of_layouts, search
@@ -127,6 +127,8 @@ def prepare(argv: list[str]) -> tuple[Config, Machine, int, Keys]:
     world = int(options.get("gpus") or prod(keys.get(name, 1) for name in ("pp", "tp", "cp")))
     if "search" in options:  # among all layouts: the config's own need not be one
         keys |= dict(pp=1, tp=1, cp=1, msp=False)
+    if "lengths" in options:
+        keys["documents"] = True
     cfg = Config(**keys)
     cfg = replace(cfg, vocab_size=cfg.vocab_size or local_vocab_size(cfg.dataset))
     figures = {name: options[name] for name in FIGURES if name in options}
@@ -154,24 +156,46 @@ def check_size(cfg: Config, machine: Machine, world: int) -> None:
                           f"--gpus={least}, a larger --gpu, --optimizer_device=cpu or --states=host")
 
 
+def find_longest(cfg: Config, got: Estimate, arena: ArenaOf,
+                 options: Keys) -> tuple[Estimate | None, dict[str, object], list[str]]:
+    """Finds the longest context, of the layout of `got`, or with --search of all layouts of `cfg` -> (its
+    Estimate, what --json says of it, the same for people)."""
+    machine, world, documents = got.machine, got.world, got.documents
+    if not options.get("search"):
+        every, most = [], longest(got.asked, machine, world, arena, documents=documents)
+    else:
+        every = longest_of_layouts(cfg, machine, world, arena, documents=documents)
+        most = next(iter(every), None)
+    limit, text = limit_of(most) if most else (None, "")
+    out: dict[str, object] = dict(max_block_size=most.cfg.block_size if most else 0,
+                                  max_block_size_limit=limit)
+    lines = ["max_context " + (f"{most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {text}" if most else
+                               "none: what does not depend on the sequence is too much already")]
+    if options.get("search"):
+        out["longest"] = [as_dict(other) for other in every]
+        lines += ["", f"{'longest':>13}  {HEADING}",
+                  *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
+    return most, out, lines
+
+
 def main(argv: list[str]) -> int:
     """Runs the command line -> the exit code: 0 where the run fits, else 1. Errors: ConfigError."""
     cfg, machine, world, options = prepare(argv)
     check_size(cfg, machine, world)
     check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))
     arena = fast_arena if options.get("fast") else traced_arena
-    lines, found, packing, sample = [], [], None, None
+    lines, found, most, documents = [], [], None, None
     if text := options.get("lengths"):
         lengths: ModuleType = import_module("memo.estimate.lengths")  # which needs torch
-        packing = lengths.read_lengths(text, cfg)
-        sample = lengths.typical(packing, cfg)
+        documents = lengths.Documents(text)
+        documents(cfg)  # an error now, not in the search
     if options.get("search"):
-        found = search(cfg, machine, world, arena)
+        found = search(cfg, machine, world, arena, documents=documents)
         none = [] if found[0].fits else ["none fits; the nearest:"]
         lines += [*none, HEADING, *map(summary, found), ""]
     works = "bounding" if options.get("fast") else "tracing"
     with progress(lambda: f"{works} a step of {cfg.batch_size * cfg.block_size:,} tokens"):
-        got = found[0] if found else estimate(cfg, machine, world, arena, sample)
+        got = found[0] if found else estimate(cfg, machine, world, arena, documents)
     lines += table(got)
     if got.fits:
         lines.append(f"fits        bound by {got.binds}")
@@ -179,32 +203,20 @@ def main(argv: list[str]) -> int:
         with progress(lambda: "it does not fit: looking for what would"):
             lines += advice(got)
     out = as_dict(got)
-    if packing is not None:
-        out["documents"] = documents = lengths.by_lengths(got, packing)
-        lines += lengths.lines_of(documents, cfg.block_size)
+    if documents is not None:
+        out["documents"] = of_documents = lengths.by_lengths(got, documents.packed(got.decided))
+        lines += lengths.lines_of(of_documents, cfg.block_size)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]
-    most, both = None, {"search", "max_context"} <= set(options)
-    if both:
-        every = longest_of_layouts(cfg, machine, world, arena)
-        most, out["longest"] = next(iter(every), None), [as_dict(other) for other in every]
-    elif {"max_context", "plot"} & set(options):
-        most = longest(got.asked, machine, world, arena)
     if options.get("max_context"):
-        limit, text = limit_of(most) if most else (None, "")
-        out["max_block_size"], out["max_block_size_limit"] = most.cfg.block_size if most else 0, limit
-        lines.append("max_context " + (
-            f"{most.cfg.block_size:,} tokens, MFU {percent(most.mfu)}, {text}" if most else
-            "none: what does not depend on the sequence is too much already"))
-    if both:
-        lines += ["", f"{'longest':>13}  {HEADING}",
-                  *(f"{other.cfg.block_size:>13,}  {summary(other)}" for other in every)]
+        most, more, told = find_longest(cfg, got, arena, options)
+        out, lines = out | more, lines + told
     if options.get("program"):
-        p = got.placement
-        out["program"] = program = [*listing(p.program)]
+        out["program"] = program = [*listing(got.placement.program)]
         lines += ["", *program]
     print(json.dumps(out) if options.get("json") else "\n".join(lines), flush=True)
     if "plot" in options:
+        most = most or find_longest(cfg, got, arena, {})[0]
         for path in draw_estimate(got, most, options["plot"]):
             print(f"plot        {path}", file=sys.stderr if options.get("json") else sys.stdout)
     return 0 if got.fits else 1

@@ -21,7 +21,7 @@ from memo.estimate import regions
 from memo.estimate.arena import ArenaOf, fast_arena, itemsize_of, message_bytes, traced_arena
 from memo.estimate.pipeline_seconds import ends_of, least_s, state_seconds, step_s
 from memo.estimate.regions import Line, Stage
-from memo.estimate.roofline import Sample
+from memo.estimate.roofline import Sample, SampleOf
 from memo.estimate.unit_seconds import ModelledRates, modelled_rates
 from memo.kernels.backends import check_matmul, kernel_of
 from memo.memory.placement import Placement
@@ -56,8 +56,7 @@ class Estimate:
     machine) -> ArenaBytes. Found when first asked for are bytes of all `stages`, of one, `shown`, then
     seconds, empty where no speeds are known. Bytes are a rank's of that stage, `host_bytes` and capacity a
     node's. `chosen`: why these numbers, where they were auto in `asked`. Errors: ConfigError for what cannot
-    be, a layout that does not fill the world; not for what does not fit. `sample`: with packed documents, of
-    a typical micro batch."""
+    be, a layout that does not fill the world; not for what does not fit. `documents`: of modelled_rates()."""
 
     decided: Layout
     machine: Machine
@@ -65,7 +64,7 @@ class Estimate:
     arena: ArenaOf
     asked: Config
     chosen: str = ""
-    sample: Sample | None = None
+    documents: SampleOf | None = None
     dp: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class Estimate:
         """Estimates the same numbers on that machine and with that arena."""
         if (machine, arena) == (self.machine, self.arena):
             return self
-        return Estimate(self.decided, machine, self.world, arena, self.asked, self.chosen, self.sample)
+        return Estimate(self.decided, machine, self.world, arena, self.asked, self.chosen, self.documents)
 
     @cached_property
     def untimed(self) -> "Estimate":
@@ -111,7 +110,7 @@ class Estimate:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         cfg, machine, world = self.decided, self.machine, self.world
-        facts = [modelled_facts(one, machine, world, self.besides[one.stage_kind].room, self.sample)
+        facts = [modelled_facts(one, machine, world, self.besides[one.stage_kind].room, self.documents)
                  for one in cfg.every_stage]
         kinds = {one.cfg.stage_kind: one for one in facts[::-1]}
         of_kinds = {kind: decided_alone(one) for kind, one in kinds.items()}
@@ -119,7 +118,8 @@ class Estimate:
         together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
         if cfg.msp and not any(lacks):
             typical = facts if not machine.measured else [
-                modelled_facts(one.cfg, machine.of_its_type, world, one.room, self.sample) for one in facts]
+                modelled_facts(one.cfg, machine.of_its_type, world, one.room, self.documents)
+                for one in facts]
             together = shared(facts, together, typical)
         made = dict[tuple[object, ...], Stage]()
         for stage, placed, lack in zip(facts, together, lacks, strict=True):
@@ -251,9 +251,13 @@ class Estimate:
 
     # --- seconds ---
 
+    @property
+    def sample(self) -> Sample | None:
+        return self.documents and self.documents(self.decided)
+
     @cached_property
     def layer(self) -> ModelledRates | None:
-        return modelled_rates(self.decided, self.machine, self.itemsize, self.sample)
+        return modelled_rates(self.decided, self.machine, self.itemsize, self.documents)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -338,10 +342,10 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
 
 
 def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room,
-                   sample: Sample | None = None) -> StageFacts:
+                   documents: SampleOf | None = None) -> StageFacts:
     """Models the StageFacts of a config that says which stage, as far as speeds are known."""
     itemsize = itemsize_of(cfg, machine)
-    if (rates := modelled_rates(cfg, machine, itemsize, sample)) is None:
+    if (rates := modelled_rates(cfg, machine, itemsize, documents)) is None:
         return StageFacts(cfg, itemsize, None, room, None)
     if cfg.layers_come:
         rates = replace(rates, states=state_seconds(cfg, machine, world, itemsize))
@@ -350,30 +354,30 @@ def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room,
 
 
 def estimate(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-             sample: Sample | None = None) -> Estimate:
+             documents: SampleOf | None = None) -> Estimate:
     """Makes the Estimate of a config, of what choose_fastest() takes where numbers are open. Errors: its."""
     if cfg.undecided:
-        return choose_fastest(cfg, machine, world, sample=sample).on(machine, arena)
+        return choose_fastest(cfg, machine, world, documents=documents).on(machine, arena)
     got = Estimate(cfg if isinstance(cfg, Layout) else Layout.of(cfg), machine, world, arena, cfg,
-                   sample=sample)
+                   documents=documents)
     _ = got.host_capacity  # an error now, not when it is asked whether it fits
     return got
 
 
 def choose_fastest(cfg: Config, machine: Machine, world: int, bound: ArenaOf = fast_arena,
-                   sample: Sample | None = None) -> Estimate:
+                   documents: SampleOf | None = None) -> Estimate:
     """Chooses what a config leaves open -> its Estimate on a machine of that type, with a bound."""
     def judge(got: Estimate) -> Judged:
         # to simulate a schedule takes long; shares of msp, which take memory, are dealt by seconds
         return (got if cfg.msp or got.untimed.fits else got.untimed).judged
-    return choose_numbers(cfg, machine.of_its_type, world, bound, judge, sample)[0]
+    return choose_numbers(cfg, machine.of_its_type, world, bound, judge, documents)[0]
 
 
 def choose_numbers(cfg: Config, machine: Machine, world: int, bound: ArenaOf,
                    judge: Callable[[Estimate], Judged],
-                   sample: Sample | None = None) -> tuple[Estimate, Judged]:
+                   documents: SampleOf | None = None) -> tuple[Estimate, Judged]:
     """Chooses what a config leaves open -> its Estimate, and how that was judged."""
-    of = cache(lambda one: Estimate(one, machine, world, bound, one, sample=sample))
+    of = cache(lambda one: Estimate(one, machine, world, bound, one, documents=documents))
     judged = cache(lambda one: judge(of(one)))
     one, why = choose(cfg, judged, world)
     return of(one).but(asked=cfg, chosen=why), judged(one)

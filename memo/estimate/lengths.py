@@ -5,7 +5,8 @@ pairs of a query and a key that meet to that with the most; those of all others 
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import fsum
 
 import numpy as np
@@ -22,37 +23,58 @@ from memo.estimate.unit_seconds import ModelledRates, modelled_rates
 from memo.system.files import JsonObject
 
 MOST_BATCHES = 16
-MOST_DOCUMENTS = 10**8  # of a list
+MOST_PIECES = 10**7  # of a list
+
+
+@dataclass(eq=False)
+class Documents:
+    """Packs documents for any block_size: those of the train split of a dataset, or of a list of lengths, as
+    in 300000,500x4000. Errors: ConfigError. `packing`: the last one; `samples`: by block_size, batch_size."""
+
+    text: str
+    packing: Packing | None = None
+    samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
+
+    def packed(self, cfg: Config) -> Packing:
+        """Packs them into sequences of a config's block_size."""
+        if not self.packing or cfg.block_size != self.packing.S:
+            self.packing = read_lengths(self.text, cfg)
+        return self.packing
+
+    def __call__(self, cfg: Config) -> Sample:
+        """Describes the micro batch that stands for all, by which alpha is chosen."""
+        shape = cfg.block_size, cfg.batch_size
+        if shape not in self.samples:
+            packing = self.packed(cfg)
+            self.samples[shape] = sample_of(packing, packing.typical(cfg.batch_size, cfg.seed), cfg)
+        return self.samples[shape]
 
 
 def read_lengths(text: str, cfg: Config) -> Packing:
-    """Packs the train split of a dataset; or documents of these lengths, as in 300000,500x4000. Errors:
-    ConfigError."""
-    if not re.fullmatch(r"[0-9]+(x[0-9]+)?(,[0-9]+(x[0-9]+)?)*", text):
+    """Packs the documents that a text names, or whose lengths it lists. Errors: ConfigError."""
+    if not re.fullmatch(r"[0-9]{1,15}(x[0-9]{1,15})?(,[0-9]{1,15}(x[0-9]{1,15})?)*", text):
         try:
             return open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack).packings["train"]
         except ConfigError as e:
             raise ConfigError(f"--lengths={text:.60} must be a dataset's folder, or lengths as in "
                               f"300000,500x4000: {e}") from None
     counts = [(int(n), int(times or 1)) for n, _, times in (item.partition("x") for item in text.split(","))]
-    if not all(0 < n < 2**40 and times > 0 for n, times in counts) or (
-            sum(times for _, times in counts) > MOST_DOCUMENTS):
-        raise ConfigError(f"--lengths={text:.60} must be lengths from 1 to 2**40, of {MOST_DOCUMENTS:,} "
-                          "documents at most; leave some out")
+    pieces = sum(-(-n // cfg.block_size) * times for n, times in counts)
+    if pieces > MOST_PIECES or not all(n and times for n, times in counts):
+        raise ConfigError(f"--lengths={text:.60} must be lengths from 1 on, of at most {MOST_PIECES:,} "
+                          f"pieces of block_size={cfg.block_size} in all; leave some out")
+    if all(n == 1 for n, _ in counts):
+        raise ConfigError(f"--lengths={text:.60} has no token that is learned: each document is one token "
+                          "long; give longer ones")
     lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
     return pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
 
 
-def sample_of(packing: Packing, cfg: Config, number: int) -> Sample:
+def sample_of(packing: Packing, number: int, cfg: Config) -> Sample:
     """Describes a micro batch of a run by its number."""
     numbers = packing.numbers(number * cfg.batch_size, cfg.batch_size, cfg.seed)
     ends = tuple(ends_of(packing.pieces(k)) for k in numbers)
     return Sample(ends, Share(*packing.shares[numbers].sum(0).tolist()))
-
-
-def typical(packing: Packing, cfg: Config) -> Sample:
-    """Describes the micro batch that stands for all, by which alpha is chosen."""
-    return sample_of(packing, cfg, packing.typical(cfg.batch_size, cfg.seed))
 
 
 def imbalance_of_stages(got: Estimate, layer: ModelledRates) -> float:
@@ -78,7 +100,7 @@ def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
     stages = [replace(stage, totals=None) for stage in got.stages]  # of the typical batch
     passes_s, imbalances = list[float](), list[float]()
     for number in order[chosen].tolist():
-        layer = modelled_rates(cfg, got.machine, got.itemsize, sample_of(packing, cfg, number))
+        layer = modelled_rates(cfg, got.machine, got.itemsize, partial(sample_of, packing, number))
         assert layer is not None  # speeds are known
         parts = step_s(stages, got.machine, world, got.itemsize, layer)
         passes_s.append((parts["step"] - parts["gradients and parameters"] - parts["optimizer"])

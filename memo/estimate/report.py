@@ -252,7 +252,7 @@ def dry_run(estimate: Estimate, most: Estimate | None, png_path: str | Path) -> 
     end, unit = longest.cfg.block_size, cfg.block_multiple
     lengths = sorted({max(unit, int(S) // unit * unit) for S in np.geomspace(min(4096, end), end, 24)})
     found = [estimate_or_none(config_with(estimate.asked, block_size=S), estimate.machine, estimate.world,
-                              fast_arena) for S in lengths]
+                              fast_arena, estimate.documents) for S in lengths]
     pp = f"pp={cfg.pp} " * (cfg.pp > 1)
     with picture(png_path, 1, 2, figsize=(11, 5), width_ratios=(2, 3)) as (fig, (left, right)):
         memory_bars(left, [estimate, longest] if end != cfg.block_size else [estimate], estimate.capacity)

@@ -9,7 +9,7 @@ matrix product the geometric mean of the weight's dims, of attention the keys of
 elementwise passes their bytes. Source: MEMO 4.1."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import fsum, gcd, sqrt
 from typing import NamedTuple
 
@@ -52,6 +52,9 @@ class Sample(NamedTuple):
 
     ends: tuple[tuple[int, ...], ...]
     share: Share
+
+
+SampleOf = Callable[[Config], Sample]  # the one that stands for all, of any batch_size and block_size
 
 
 class Met(NamedTuple):

@@ -15,6 +15,7 @@ from memo.decide.where import Room, place_rows, problem_of, ways_of, with_buffer
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate
+from memo.estimate.roofline import SampleOf
 from memo.memory.sizes import Sizes
 from memo.system.command import progress
 from memo.system.hardware import Machine
@@ -38,13 +39,14 @@ def config_with(cfg: Config, **keys: Value) -> Config | None:
         return None
 
 
-def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf) -> Estimate | None:
+def estimate_or_none(cfg: Config | None, machine: Machine, world: int, arena: ArenaOf,
+                     documents: SampleOf | None = None) -> Estimate | None:
     """Makes the Estimate; None: the config cannot be, or no number of subsequences that is auto fits."""
     try:
         if cfg and cfg.undecided:
-            got, judged = choose_numbers(cfg, machine, world, fast_arena, judge_room)
+            got, judged = choose_numbers(cfg, machine, world, fast_arena, judge_room, documents)
             return None if judged.lacking else got.on(machine, arena)
-        return estimate(cfg, machine, world, arena) if cfg else None
+        return estimate(cfg, machine, world, arena, documents) if cfg else None
     except ConfigError:
         return None
 
@@ -121,7 +123,7 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
     """Takes the fastest of the subsequences that fit, where these are auto, found by `bound`."""
     if not got.asked.undecided:
         return got
-    fastest = choose_fastest(got.asked, got.machine, got.world, bound)
+    fastest = choose_fastest(got.asked, got.machine, got.world, bound, got.documents)
     if fastest.decided == got.decided:
         return got.but(chosen=fastest.chosen)
     fastest = fastest.on(got.machine, arena)
@@ -131,7 +133,7 @@ def with_the_fastest(got: Estimate, arena: ArenaOf, bound: ArenaOf = fast_arena)
 def with_help(got: Estimate, arena: ArenaOf) -> Estimate:
     """Lets stages help each other, where that is faster."""
     with suppress(ConfigError):  # one stage, too few subsequences, a trace that fails
-        helped = estimate(replace(got.decided, msp=True), got.machine, got.world, arena)
+        helped = estimate(replace(got.decided, msp=True), got.machine, got.world, arena, got.documents)
         if helped.fits and speed(helped) > speed(got):
             return helped.but(asked=replace(got.asked, msp=True), chosen=got.chosen)
     return got
@@ -168,7 +170,7 @@ def layouts(cfg: Config, machine: Machine, world: int, modes: Sequence[Keys] = M
 
 
 def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-           best: int = 5) -> list[Estimate]:
+           best: int = 5, documents: SampleOf | None = None) -> list[Estimate]:
     """Finds the `best` fastest Estimates that fit, fastest first; judged by the fast bound, then by `arena`.
     Where none fits, the one that takes the least. Errors: ConfigError: no layout for so many ranks."""
     seen: set[tuple[object, ...]] = set()
@@ -177,7 +179,7 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
                           "looked at closely"):
         fit, taken = list[Estimate](), list[Estimate]()
         for one in every:
-            got = estimate_or_none(one, machine, world, fast_arena)
+            got = estimate_or_none(one, machine, world, fast_arena, documents)
             if got and not judge_room(got).lacking:
                 fit.append(got)
             judged += 1
@@ -195,7 +197,8 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
         nearest = list[Estimate]()
         for one in every:
             with suppress(ConfigError):
-                nearest.append(choose_fastest(one, replace(machine, speeds=None), world))
+                nearest.append(choose_fastest(one, replace(machine, speeds=None), world,
+                                                  documents=documents))
         if nearest:
             return [min(nearest, key=lambda got: got.device_bytes).on(machine, arena)]
     raise ConfigError(f"--gpus={world}: no layout divides them (tp must divide n_head={cfg.n_head}, "
@@ -205,14 +208,14 @@ def search(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_ar
 
 
 def longest(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
-            suits: Suits = lambda got: True) -> Estimate | None:
+            suits: Suits = lambda got: True, documents: SampleOf | None = None) -> Estimate | None:
     """Finds the Estimate of the greatest block_size up to LONGEST that `suits`; None where none does."""
-    most = longest_by_bound(cfg, machine, world, suits)
+    most = longest_by_bound(cfg, machine, world, suits, documents=documents)
     return most and with_seconds(most, arena, suits)
 
 
 def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bound: ArenaOf = fast_arena,
-                     start: Estimate | None = None) -> Estimate | None:
+                     start: Estimate | None = None, documents: SampleOf | None = None) -> Estimate | None:
     """Finds the longest that suits without seconds, where `bound` gives the temporary tensors, from `start`
     on, one that does. Steps double until none suits, then bisection, for memory grows with the sequence."""
     unit, best = MULTIPLE * cfg.cp * cfg.tp, start
@@ -223,7 +226,7 @@ def longest_by_bound(cfg: Config, machine: Machine, world: int, suits: Suits, bo
 
     def suit(n: int) -> bool:
         nonlocal best
-        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, bound)
+        got = estimate_or_none(config_with(cfg, block_size=n * unit), machine, world, bound, documents)
         if not (got and not judge_room(got).lacking and suits(got.untimed)):
             return False
         best = got
@@ -246,10 +249,11 @@ def with_seconds(most: Estimate, arena: ArenaOf, suits: Suits) -> Estimate | Non
         if arena is not fast_arena:  # the bound is a little above the trace: scale it, then check
             scale = sum(arena(most.cfg, machine)) / sum(fast_arena(most.cfg, machine))
             bound = partial(fast_arena, scale=scale)
-            most = longest_by_bound(most.asked, machine, most.world, suits, bound, most) or most
+            most = longest_by_bound(most.asked, machine, most.world, suits, bound, most,
+                                    most.documents) or most
         n = most.decided.block_size // unit
         while n > 0 and (one := config_with(most.decided, block_size=n * unit)):
-            got = estimate(one, machine, most.world, arena)
+            got = estimate(one, machine, most.world, arena, most.documents)
             if got.fits and suits(got):
                 got = got.but(asked=replace(most.asked, block_size=n * unit), chosen=most.chosen)
                 return with_the_fastest(got, arena, bound)
@@ -259,7 +263,8 @@ def with_seconds(most: Estimate, arena: ArenaOf, suits: Suits) -> Estimate | Non
 
 def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf = traced_arena,
                        best: int = 5, modes: Sequence[Keys] = FARTHEST,
-                       suits: Suits = lambda got: True) -> list[Estimate]:
+                       suits: Suits = lambda got: True,
+                       documents: SampleOf | None = None) -> list[Estimate]:
     """Finds the Estimates of the `best` layouts with the longest contexts that `suits`, the longest first."""
     every, tried = layouts(cfg, machine, world, modes), 0
     # first what is likely to be long: for others one estimate says that they are shorter
@@ -278,10 +283,10 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
             unit, start = MULTIPLE * one.cp * one.tp, None
             if least:  # most layouts end here: with one estimate
                 at_least = config_with(one, block_size=-(-least // unit) * unit)
-                start = estimate_or_none(at_least, machine, world, fast_arena)
+                start = estimate_or_none(at_least, machine, world, fast_arena, documents)
                 if not (start and not judge_room(start).lacking and suits(start.untimed)):
                     continue
-            most = longest_by_bound(one, machine, world, suits, start=start)
+            most = longest_by_bound(one, machine, world, suits, start=start, documents=documents)
             if most and (layout not in found or length(most.untimed) > length(found[layout].untimed)):
                 found[layout] = most
         taken = sorted(found.values(), key=lambda got: length(got.untimed), reverse=True)[:best]
@@ -319,12 +324,12 @@ def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
         keys = {name: value for name, value in keys.items() if getattr(cfg, name) != value}
         if (not keys and gpus == world) or keys.get("tp", 1) > machine.node.gpus_per_node:
             continue
-        other = estimate_or_none(config_with(cfg, **keys), machine, gpus, fast_arena)
+        other = estimate_or_none(config_with(cfg, **keys), machine, gpus, fast_arena, got.documents)
         if other and other.fits:
             more = [f"--gpus={gpus}"] if gpus > world else []
             fits[" ".join(more + [f"--{name}={value}" for name, value in keys.items()])] = other
     found = sorted(fits.items(), key=lambda item: (item[1].world > world, -(item[1].mfu or 0), len(item[0])))
-    shorter = longest(cfg, machine, world, fast_arena)
+    shorter = longest(cfg, machine, world, fast_arena, documents=got.documents)
     if shorter is None or shorter.cfg.block_size >= cfg.block_size:
         return found[:most]
     return [*found[:most - 1], (f"--block_size={shorter.cfg.block_size}", shorter)]

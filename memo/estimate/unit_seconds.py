@@ -185,13 +185,14 @@ class ModelledRates(Rates):
 
 
 def modelled_rates(cfg: Layout, machine: Machine, itemsize: int,
-                   sample: Sample | None = None) -> ModelledRates | None:
+                   documents: roofline.SampleOf | None = None) -> ModelledRates | None:
     """Models the Rates of a layer of a config whose states stay; None where no speeds of its dtype are
-    known. `sample`: a micro batch; None: one whose sequences are one document each."""
+    known. `documents`: where a sequence is not one alone."""
     if machine.speeds is None or machine.speeds.itemsize != itemsize:
         return None
     return known_rates(Layout.whole(cfg, optimizer_device="auto", states="device", activation="memo",
-                                      alpha_mode="per_tensor"), machine, itemsize, sample)
+                                      alpha_mode="per_tensor"), machine, itemsize,
+                       documents and documents(cfg))
 
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
@@ -211,4 +212,5 @@ def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | N
         before[S] += 1
     rate = machine.node.pcie_bytes_per_s
     learned = sample.share.learned / (cfg.batch_size * cfg.block_size) if sample else 1.0
-    return ModelledRates(tuple(units), rate, rate, None, learned=learned, imbalance=longest_s / mean_s)
+    return ModelledRates(tuple(units), rate, rate, None, learned=learned,
+                         imbalance=longest_s / mean_s if mean_s else 1.0)

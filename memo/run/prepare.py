@@ -148,8 +148,8 @@ def expect(found: Decided, launch: Launch, why: str) -> Estimate | None:
     """Estimates this run, or warns that it cannot. `why`: of its layout. Errors: ConfigError: no room."""
     cfg = replace(found.cfg, **found.kernels)
     try:
-        machine, sample = machine_of(found.device, launch), found.sample
-        got = estimate(cfg, machine, launch.world, arena_here, sample).but(chosen=why)
+        machine = machine_of(found.device, launch)
+        got = estimate(cfg, machine, launch.world, arena_here, found.documents).but(chosen=why)
         _ = got.seconds  # what fails, fails here
         lacks = not (got.fits or got.only_tight or found.force)
         others = [text.replace("--gpus=", "ranks=") for text, _ in remedies(got)] if lacks else []
@@ -194,7 +194,8 @@ def choose_layout(found: Checked, launch: Launch) -> tuple[Keys, str]:
                                            fast_arena).untimed.fits:
             one, why = before, "as before"
         else:
-            got = choose_fastest(replace(cfg, **found.kernels), machine, launch.world, sample=found.sample)
+            got = choose_fastest(replace(cfg, **found.kernels), machine, launch.world,
+                                 documents=found.documents)
             one, why = got.decided, got.chosen
     except (ConfigError, OSError):
         raise

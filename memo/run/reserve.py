@@ -18,6 +18,7 @@ from memo.estimate.arena import fast_arena, head_bytes
 from memo.estimate.budget import Estimate, modelled_facts
 from memo.estimate.regions import Line
 from memo.estimate.search import longest
+from memo.layer.tiles import Packed
 from memo.memory.slab import host_bytes
 from memo.parallel.mesh import open_lanes
 from memo.planner.allocator import Arena
@@ -110,6 +111,15 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     return Room(limit, spare)
 
 
+def typical_documents(cfg: Layout, model: Model, data: Data) -> Packed | None:
+    """Draws the micro batch that stands for all."""
+    if not cfg.documents:
+        return None
+    first = data.packings["train"].typical(cfg.batch_size, cfg.seed) * cfg.batch_size
+    batch = data.packed_batch("train", first, cfg.batch_size, cfg.seed, model.order)
+    return model.on_device(batch).packed
+
+
 def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams | None = None,
                         machine: Machine | None = None, data: Data | None = None) -> Decision:
     """Measures where that matters, decides, and takes the memory of the activations: model.swap. All ranks
@@ -127,11 +137,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
-        typical = None
-        if cfg.documents and data:
-            first = data.packings["train"].typical(B, cfg.seed) * B
-            typical = model.on_device(data.packed_batch("train", first, B, cfg.seed, model.order)).packed
-        rates = measure(model, pin, typical)
+        rates = measure(model, pin, typical_documents(cfg, model, data) if data else None)
         model.grads.zero_()
         model.close()
         if cfg.layers_come:
@@ -250,7 +256,7 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
         machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))
     line += (f"{'s' * (len(grew) > 1)} {', '.join(grew)} grew, estimated at {sum(grew.values()) / 2**30:.4g} "
              f"GiB of {expected.device_bytes / 2**30:.4g} in all")
-    most = longest(cfg, machine, expected.world, fast_arena)
+    most = longest(cfg, machine, expected.world, fast_arena, documents=expected.documents)
     if most is None:
         return f"{line}; try {knob}; no block_size fits"
     if most.cfg.block_size >= cfg.block_size:

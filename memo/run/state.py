@@ -23,9 +23,8 @@ from memo.data.batch import Data
 from memo.decide.where import Decision
 from memo.errors import ConfigError, elsewhere, reason, warn
 from memo.estimate.budget import Estimate
-from memo.estimate.lengths import typical
+from memo.estimate.lengths import Documents
 from memo.estimate.regions import Line
-from memo.estimate.roofline import Sample
 from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
@@ -54,9 +53,8 @@ class Checked:
     origin: dict[str, object]  # what its numbers come from beside its keys: see origin.code()
 
     @property
-    def sample(self) -> Sample | None:
-        """Describes a typical micro batch of documents."""
-        return typical(self.data.packings["train"], self.cfg) if self.cfg.documents else None
+    def documents(self) -> Documents | None:
+        return Documents(str(self.data.folder), self.data.packings["train"]) if self.cfg.documents else None
 
 
 @dataclass(kw_only=True)
