@@ -30,6 +30,7 @@ from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
 from memo.estimate import arena, budget, regions, report, roofline, search
 from memo.estimate.arena import ArenaBytes, fast_arena, planned_arena_bytes, traced_arena
+from memo.estimate.lengths import Documents
 from memo.estimate.packed import met_by_ranks
 from memo.estimate.regions import granting
 from memo.estimate.roofline import REST, Before, Sample, one_document, total, ulysses
@@ -820,6 +821,18 @@ def test_lengths_give_the_mean_and_the_slowest_step(capsys):
     one = json.loads(command(*argv, "--json", "--lengths=1048576x8", capsys=capsys)[1])
     assert one["documents"]["mean_step"] == pytest.approx(one["seconds"]["step"])
     assert code == 0 and "in the mean of" in command(*argv, "--lengths=stdlib", capsys=capsys)[1]
+
+
+def test_a_longer_context_has_its_own_packing():
+    """What a search tries is compared by the documents of its own sequences."""
+    documents, cfg = Documents("65536,700x3000"), load(["config/7b_1m.py", "--documents=true"])
+    most, whole = (search.longest(cfg, H100, 8, fast_arena, documents=of) for of in (documents, None))
+    S = most.decided.block_size
+    assert S == whole.decided.block_size > cfg.block_size
+    assert most.sample.share.tokens == 65536 + 700 * 3000 == most.sample.ends[0][-1]
+    assert most.seconds["step"] < whole.seconds["step"] / 4
+    fastest = search.search(cfg, H100, 8, fast_arena, best=1, documents=documents)[0]
+    assert fastest.documents is documents and fastest.layer.imbalance > 1
 
 
 def test_a_model_larger_than_all_devices_says_by_how_much(capsys):

@@ -126,20 +126,30 @@ def packed_once(starts: np.ndarray, tokens: int, S: int, how: str) -> Packing:
         return pack(starts, tokens, S, how)
     made_from = f"{tokens} {S} {how} ".encode() + Path(__file__).read_bytes() + starts.tobytes()
     path = folder / f"packing-{hashlib.sha256(made_from).hexdigest()[:16]}"
+    most_bytes = 8 * 4 * (len(starts) + tokens // S + 2)
     # something else may have the name, and some network file systems know no locks
-    with suppress(OSError), open_lock(folder / "packing.lock", 0o600) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError, ValueError), open(open_file(path), "rb") as file:
-            most_bytes = 8 * 4 * (len(starts) + tokens // S + 2)
-            stored = np.frombuffer(kept(file.fileno(), most_bytes), np.int64)  # whole, and as it was made
-            end = 1 + 3 * int(stored[0])
-            return packing_of(S, stored[1:end].reshape(3, -1), stored[end:])
-        packing = pack(starts, tokens, S, how)
-        columns = [len(packing.first)], packing.first, packing.length, packing.ends, packing.bounds
-        with suppress(OSError):  # a full disk
-            keep(np.concatenate(columns).astype(np.int64).tobytes(), path)
-        return packing
+    with suppress(OSError):
+        if found := stored_packing(S, path, most_bytes):
+            return found
+        with open_lock(folder / "packing.lock", 0o600) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if found := stored_packing(S, path, most_bytes):  # another rank was first
+                return found
+            packing = pack(starts, tokens, S, how)
+            columns = [len(packing.first)], packing.first, packing.length, packing.ends, packing.bounds
+            with suppress(OSError):  # a full disk
+                keep(np.concatenate(columns).astype(np.int64).tobytes(), path)
+            return packing
     return pack(starts, tokens, S, how)
+
+
+def stored_packing(S: int, path: Path, most_bytes: int) -> Packing | None:
+    """Reads a packing from the cache; None: it has none that is whole, and as it was made."""
+    with suppress(FileNotFoundError, ValueError), open(open_file(path), "rb") as file:
+        stored = np.frombuffer(kept(file.fileno(), most_bytes), np.int64)
+        end = 1 + 3 * int(stored[0])
+        return packing_of(S, stored[1:end].reshape(3, -1), stored[end:])
+    return None
 
 
 def best_fit(starts: np.ndarray, ends: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
