@@ -16,12 +16,12 @@ from bench.gpu_hour.orchestra import play, read, verdict
 
 ROOT = Path(__file__).parents[1]
 ENDS = {"right": "pass", "wrong": "fail: 2 of 3 lines, first zeros", "fails": "fail: RuntimeError: boom",
-        "out_of_memory": "fail: RuntimeError: [enforce fail", "hangs": "timed out after 8 s, with 1 lines",
+        "out_of_memory": "fail: RuntimeError: [enforce fail", "hangs": "timed out after 25 s, with 1 lines",
         "dies": "fail: killed by SIGSEGV", "absent": "skipped: there is one GPU"}
 
 
 def planted(*names, limit_s=60):
-    return {name: Item(name, f"{name}?", 8 if name == "hangs" else limit_s, f"tests.hour_items:{name}")
+    return {name: Item(name, f"{name}?", 25 if name == "hangs" else limit_s, f"tests.hour_items:{name}")
             for name in names}
 
 

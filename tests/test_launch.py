@@ -196,7 +196,7 @@ def here_choosing(host, argv):
         m.setattr("memo.decide.choose.LEAST_TOKENS", 16)
         m.setattr("memo.decide.choose.ALIGNED", 1)
         numbers = dict(subsequences=4 >> host.rank, subsequence_cut="equal", unit_order="layer")
-        m.setattr("memo.run.prepare.choose_fastest", lambda cfg, machine, world, sample: estimate(
+        m.setattr("memo.run.prepare.choose_fastest", lambda cfg, machine, world, documents: estimate(
             replace(cfg, **numbers), machine, world, fast_arena).but(chosen="tossed"))
         return here(host, argv)
 
