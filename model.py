@@ -306,7 +306,7 @@ class GPT:
         p, mesh = parameters, parameters.mesh
         self.cfg, self.mesh, self.layout, self.buckets = cfg, mesh, p.layout, p.buckets
         kernel = resolve_attention(cfg.attention, p.device, p.dtype, cfg.head_width, aligned(cfg),
-                                   cfg.documents)
+                                   cfg.documents, cfg.window > 0)
         self.ops, self.why_ops = resolve_ops(cfg.ops, p.device)
         check_products(cfg.matmul, p.device)
         # `ahead`: blocks on their way round the ring. METP (memo/layer/metp_block.py) sends keys and values

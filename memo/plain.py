@@ -84,7 +84,7 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
                          else (whole[:t.nbytes], whole[kept_bytes[name]:]))
     host_bytes, used = max(0, L - 2) * sum(kept_bytes.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
-    layers, met = [], one_sequence(cfg.block_size)  # which tokens meet: each sees those before it
+    layers, met = [], one_sequence(cfg.block_size, cfg.window)  # which tokens meet
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
         s = Skeleton({name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)

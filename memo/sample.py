@@ -73,7 +73,8 @@ def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torc
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
         s.turn = turn
-        block.extend(s, k[:, :position + 1], v[:, :position + 1], y)
+        first = max(0, position + 1 - model.cfg.window) if model.cfg.window else 0
+        block.extend(s, k[:, first:position + 1], v[:, first:position + 1], y)
     model.bring(len(model.gpt.blocks) + 1)
     return last_logits(model, swap.x[-1])
 

@@ -13,7 +13,8 @@ from memo.data.tokens import DTYPES, STARTS
 from memo.kernels import attention
 from memo.kernels.ops import TORCH
 from memo.layer.cp import attention_over_ranks
-from memo.layer.tiles import RowOrder, documents, row_order
+from memo.layer.masks import documents
+from memo.layer.tiles import RowOrder, row_order
 from memo.parallel.mesh import ALONE
 from memo.planner.allocator import Arena, NoArena
 from memo.run import reserve

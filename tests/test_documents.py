@@ -16,7 +16,8 @@ from memo.data.batch import open_dataset
 from memo.data.packing import best_fit, pack
 from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
-from memo.layer.tiles import RowOrder, documents, row_order
+from memo.layer.masks import documents
+from memo.layer.tiles import RowOrder, row_order
 from memo.parallel.mesh import ALONE
 from testing.ranks import pool
 from tests.helpers import degrees_of

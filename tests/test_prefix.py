@@ -14,7 +14,8 @@ from memo.kernels.ops import TORCH, rotations
 from memo.layer.activations import Weights
 from memo.layer.attend import HeadNorms, attend, attend_backward
 from memo.layer.cp import attention_over_ranks
-from memo.layer.tiles import CAUSAL, Mask, RowOrder, documents, one_sequence
+from memo.layer.masks import CAUSAL, Mask, documents
+from memo.layer.tiles import RowOrder, one_sequence
 from memo.parallel.mesh import ALONE
 from memo.system.axis import Axis
 from testing.notes import noted_mesh

@@ -12,8 +12,8 @@ def parameters(cfg: Settings) -> int:
 
 def model_flops(cfg: Settings, tokens: int, learned: int, squares: int) -> int:
     """Counts model FLOPs, forward and backward: 6 P of all layers a token, 6 V C a learned one, 12 L H D a
-    pair of a query and a key that meet: half of `squares`, the sum of n^2 over documents of n tokens, for the
-    mask is causal. Source: MEMO 5.1."""
+    pair of a query and a key that meet: half of `squares`, the sum of squares_met() over documents. Source:
+    MEMO 5.1."""
     layers = 6 * cfg.n_layer * layer_of(cfg).matrix_elements * tokens
     head = 6 * cfg.vocab_size * cfg.n_embd * learned
     return layers + head + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * squares
@@ -21,13 +21,20 @@ def model_flops(cfg: Settings, tokens: int, learned: int, squares: int) -> int:
 
 def flops_per_sample(cfg: Settings) -> int:
     """Counts the model FLOPs of a sequence that is one document, all of it learned."""
-    return model_flops(cfg, cfg.block_size, cfg.block_size, cfg.block_size**2)
+    return model_flops(cfg, cfg.block_size, cfg.block_size, squares_met(cfg.block_size, cfg.window))
+
+
+def squares_met(n: int, window: int) -> int:
+    """Counts twice the pairs of a query and a key that meet in a document of n tokens: n^2, for the mask is
+    causal; with a sliding window W that is shorter 2 n W - W^2."""
+    return n**2 - (n - window)**2 if 0 < window < n else n**2
 
 
 def layer_forward_flops(cfg: Settings, tokens: int) -> int:
-    """Counts a layer's FLOPs, forward, on t tokens: 2 E t of matrices, 2 H D t^2 of attention. MEMO 5.1."""
+    """Counts a layer's FLOPs, forward, on t tokens: 2 E t of matrices, 2 H D t^2 of attention, or with a
+    window what squares_met() has. Source: MEMO 5.1."""
     linear, square = layer_forward_terms(cfg)
-    return linear * tokens + square * tokens**2
+    return linear * tokens + square * squares_met(tokens, cfg.window)
 
 
 def layer_forward_terms(cfg: Settings) -> tuple[int, int]:

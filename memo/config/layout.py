@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Self
 
 from memo.config.config import CHOSEN_KEYS, Config, as_keys
-from memo.config.formulas import head_share, layer_forward_terms, percent
+from memo.config.formulas import head_share, layer_forward_terms, percent, squares_met
 from memo.config.keys import Value
 from memo.config.msp import Shares
 from memo.errors import ConfigError
@@ -180,7 +180,8 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
     N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
-    counts = (equal_flops(*layer_forward_terms(cfg), count, multiple, N) if cfg.subsequence_cut == "flops"
+    counts = (equal_flops(*layer_forward_terms(cfg), cfg.window, count, multiple, N)
+              if cfg.subsequence_cut == "flops"
               else [count // N + (i < count % N) for i in range(N)])  # the earlier ones have one more
     return tuple(n * multiple for n in counts)
 
@@ -204,10 +205,10 @@ def unit_rows(cfg: Layout, B: int, T: int) -> tuple[int, ...]:
 
 
 @lru_cache(512)  # configs that differ in other keys alone have the same
-def equal_flops(linear: int, square: int, count: int, multiple: int, N: int) -> list[int]:
+def equal_flops(linear: int, square: int, window: int, count: int, multiple: int, N: int) -> list[int]:
     """Deals `count` multiples to N subsequences, at least one each, with equal FLOPs of a layer's forward."""
     def flops(k: int) -> int:  # asked for thousands of times
-        return N * (linear + square * multiple * k) * multiple * k
+        return N * (linear * multiple * k + square * squares_met(multiple * k, window))
     ends = [0]
     for i in range(1, N):
         wanted = i * flops(count) // N

@@ -45,6 +45,8 @@ class Settings:
                             why="the frequencies are its inverse powers, which float32 must hold")
     rope_scaling: str = key("", "beyond the length that a model was trained at: JSON as in a config.json of "
                             "Hugging Face, with rope_type llama3, yarn or linear")
+    sliding_window: int = key(0, "W, tokens that a token sees in each layer, itself the last; 0: all",
+                              least=0, most=2**31, why="rows are counted in 32 bits")
 
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
                        section="data", least=1)
@@ -173,6 +175,11 @@ class Settings:
     def head_width(self) -> int:
         """Counts D, the elements of a head."""
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def window(self) -> int:
+        """Finds the sliding window; 0 where it hides nothing."""
+        return self.sliding_window if self.sliding_window < self.block_size else 0
 
     @property
     def inner_width(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from memo.config.config import Config
+from memo.config.formulas import squares_met
 from memo.data.packing import Packing, Share, ends_of, packed_once
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DTYPES, STARTS, WEIGHTS
@@ -70,7 +71,7 @@ class Data:
         """Counts what the sequences of a step of so many micro batches hold together."""
         count, S = cfg.batch_size * micro_batches, cfg.block_size
         if not cfg.documents:
-            return Share(count * S, count * S, count * S**2)
+            return Share(count * S, count * S, count * squares_met(S, cfg.window))
         return self.packings[split].share(step * count, count, cfg.seed)
 
     def packed_batch(self, split: str, first: int, B: int, seed: int, order: RowOrder) -> Batch:
@@ -243,9 +244,10 @@ def learned_of(packing: Packing, weights: Ids) -> np.ndarray:
 
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False,
-                 packs: str = "") -> Data:
+                 packs: str = "", window: int = 0) -> Data:
     """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. `packs`: how documents
-    become sequences, see Packing; "": windows take what comes. Errors: ConfigError."""
+    become sequences, see Packing; "": sequences are taken as they come. `window`: of the model. Errors:
+    ConfigError."""
     folder = DATA / dataset if (DATA / dataset).is_dir() else Path(dataset)
     if not folder.is_dir():
         raise ConfigError(f"dataset={dataset} must be a folder's name under data/ or a path, there is none; "
@@ -273,7 +275,7 @@ def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, 
     for split, ids in tokens.items() if packs else ():
         starts, why = read_starts(folder, meta, split), "one token long"
         known[f"{split} documents"] = check_file(folder / STARTS[split], meta, STARTS[split], whole)
-        packing = packed_once(starts, len(ids), block_size, packs)
+        packing = replace(packed_once(starts, len(ids), block_size, packs), window=window)
         if meta["weights"]:
             weights[split] = Ids(folder / WEIGHTS[split], np.dtype("u1"), len(ids))
             known[f"{split} weights"] = check_file(weights[split].path, meta, WEIGHTS[split], whole)

@@ -28,7 +28,7 @@ MANY = 2**17  # documents; fewer are packed in a tenth of a second
 
 class Share(NamedTuple):
     """Counts what sequences hold: `tokens`, without padding; `learned` ones, which have a target; `squares`,
-    the sum of those of the pieces' lengths, twice the pairs of a query and a key that meet."""
+    twice the pairs of a query and a key that meet, summed over the pieces."""
 
     tokens: int
     learned: int
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 class Packing:
     """Holds the sequences of S tokens of an epoch. Of piece i: its first token in the file, its length, and
     whether it ends its document, so that nothing is learned behind its last token, and how many of its tokens
-    are learned. Sequence k has pieces bounds[k] to bounds[k + 1]."""
+    are learned. Sequence k has pieces bounds[k] to bounds[k + 1]. `window`: that of the layers, or 0."""
 
     S: int
     first: np.ndarray
@@ -47,6 +47,7 @@ class Packing:
     ends: np.ndarray
     learned: np.ndarray
     bounds: np.ndarray
+    window: int = 0
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -54,7 +55,8 @@ class Packing:
     @cached_property
     def shares(self) -> np.ndarray:
         """Counts (tokens, learned, squares) of each sequence: (sequences, 3)."""
-        of_pieces = np.stack((self.length, self.learned, self.length**2), 1)
+        hidden = np.maximum(0, self.length - (self.window or self.S))  # see formulas.squares_met()
+        of_pieces = np.stack((self.length, self.learned, self.length**2 - hidden**2), 1)
         return np.add.reduceat(of_pieces, self.bounds[:-1], 0)
 
     def pieces(self, k: int) -> list[tuple[int, int, bool]]:

@@ -12,7 +12,7 @@ from math import fsum
 import numpy as np
 
 from memo.config.config import Config
-from memo.config.formulas import mfu, model_flops, percent
+from memo.config.formulas import mfu, model_flops, percent, squares_met
 from memo.data.batch import open_dataset
 from memo.data.packing import Packing, Share, ends_of, pack
 from memo.errors import ConfigError
@@ -54,7 +54,8 @@ def read_lengths(text: str, cfg: Config) -> Packing:
     """Packs the documents that a text names, or whose lengths it lists. Errors: ConfigError."""
     if not re.fullmatch(r"[0-9]{1,15}(x[0-9]{1,15})?(,[0-9]{1,15}(x[0-9]{1,15})?)*", text):
         try:
-            return open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack).packings["train"]
+            return open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
+                                window=cfg.window).packings["train"]
         except ConfigError as e:
             raise ConfigError(f"--lengths={text:.60} must be a dataset's folder, or lengths as in "
                               f"300000,500x4000: {e}") from None
@@ -67,7 +68,8 @@ def read_lengths(text: str, cfg: Config) -> Packing:
         raise ConfigError(f"--lengths={text:.60} has no token that is learned: each document is one token "
                           "long; give longer ones")
     lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
-    return pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
+    packing = pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
+    return replace(packing, window=cfg.window)
 
 
 def sample_of(packing: Packing, number: int, cfg: Config) -> Sample:
@@ -115,7 +117,7 @@ def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
     rate = share.tokens / (world * float(steps_s.sum()))
     assert got.layer is not None
     return dict(sequences=len(packing), documents=int(packing.ends.sum()), tokens=int(packing.length.sum()),
-                pairs=float(packing.shares[:, 2].mean() / packing.S**2), steps=steps,
+                pairs=float(packing.shares[:, 2].mean() / squares_met(packing.S, cfg.window)), steps=steps,
                 mean_step=float(steps_s.mean()), slowest_step=float(steps_s.max()),
                 slowest=int(steps_s.argmax()), tgs=rate,
                 mfu=mfu(cfg, rate, peak, model_flops(cfg, *share) / share.tokens),

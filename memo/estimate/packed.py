@@ -3,15 +3,19 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from memo.config.formulas import squares_met
 from memo.estimate.roofline import Calls, Met, Unit
-from memo.layer.tiles import Meeting, RowOrder, documents
+from memo.kernels.bands import Band
+from memo.layer.masks import documents
+from memo.layer.tiles import Meeting, RowOrder
 
 Ends = tuple[tuple[int, ...], ...]  # of a Sample
 
 
 def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Met]:
     """Counts what attention of the i-th subsequence does on each rank that shares the tokens."""
-    order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring, masks=[*map(documents, ends)])
+    order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring,
+                     masks=[documents(of, u.cfg.window) for of in ends])
     [meeting] = order.meetings(i, 0, lengths[i] // u.ring)
     return [met_of_rank(u, meeting, rank) for rank in range(len(meeting.queries))]
 
@@ -34,9 +38,10 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int) -> Met:
             held = sum(end - first for first, end in piece[source])
             for tile in tiles:
                 n, m, of = count(tile.queries, meeting.rows), count(tile.keys, held), count(tile.of, B)
-                pairs = of * n * (n / 2 if tile.causal else m)
+                slides = isinstance(tile.causal, Band) and tile.causal.right == 0
+                pairs = of * (squares_met(n, u.cfg.window if slides else 0) / 2 if tile.causal else n * m)
                 (own if piece is meeting.pieces[-1] else earlier)[
-                    Calls(flops * pairs, m, not tile.causal)] += u.turns
+                    Calls(flops * pairs, min(m, u.cfg.window or m), not tile.causal)] += u.turns
                 queries, keys = queries + of * n, keys + of * m
     of_rows = queries / (B * meeting.rows)
     mine, before = ([one._replace(times=times) for one, times in of.items()] for of in (own, earlier))

@@ -14,6 +14,7 @@ from math import fsum, gcd, sqrt
 from typing import NamedTuple
 
 from memo.config.config import Config
+from memo.config.formulas import squares_met
 from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
 from memo.config.layout import Layout, subsequence_lengths
 from memo.data.packing import Share
@@ -125,7 +126,7 @@ class Unit:
         parts = head_groups(cfg) if cfg.metp else cfg.tp  # of the heads
         self.heads_made = self.layer.heads // parts  # of q, which exist at a time
         self.turns = -(-self.heads_made // self.at_once) * (parts if cfg.metp else 1)
-        scores = B * self.S**2 / 2 * self.Q  # that the mask leaves, times H D
+        scores = B * squares_met(self.S, cfg.window) / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, machine)
         fp8 = cfg.matmul == "fp8" and FP8_PRODUCTS in self.speeds.table  # else as fast as in the run's dtype

@@ -203,9 +203,10 @@ def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | N
     for i, S in enumerate(lengths):
         u = of_length[S]
         met = [roofline.one_document(u, before)]
-        if sample:
+        if sample or cfg.window:
             packed: ModuleType = import_module("memo.estimate.packed")  # which needs torch
-            met = packed.met_by_ranks(u, i, lengths, sample.ends)
+            whole = ((sum(lengths),),) * cfg.batch_size
+            met = packed.met_by_ranks(u, i, lengths, sample.ends if sample else whole)
         seconds = [roofline.kernels_s(u, of_rank) for of_rank in met]
         longest_s, mean_s = longest_s + max(seconds), mean_s + fsum(seconds) / len(seconds)
         units.append(UnitSeconds(u, met[seconds.index(max(seconds))]))

@@ -33,6 +33,7 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+SLIDES = {"full_attention": False, "sliding_attention": True}
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -118,7 +119,8 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
                           f"keys and values serves equally many of queries); {GIVE_FOLDER}")
     D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
-    return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
+    window, alike = window_of(path, hf, keys["n_layer"])
+    return keys | dict(n_kv_head=Hkv, head_dim=D, sliding_window=window * alike) | rope_keys(path, hf, S)
 
 
 def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
@@ -155,25 +157,39 @@ def float_field(path: Path, name: str, value: Json) -> float:
     return float(value)
 
 
+def window_of(path: Path, hf: Mapping[str, Json], L: int) -> tuple[int, bool]:
+    """Finds (tokens that the layers see which slide, 0: none does; whether all of them are alike). Errors:
+    ConfigError."""
+    kind = hf["model_type"]
+    window = hf.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
+    types, first = hf.get("layer_types"), 0
+    if types is not None and not (isinstance(types, list) and len({*map(str, types)} & SLIDES.keys()) == 1
+                                  and all(t == types[0] for t in types)):
+        raise wrong(path, "layer_types", types, f"{' or '.join(SLIDES)} in every layer", GIVE_OTHER)
+    if kind.startswith("qwen"):
+        used = hf.get("use_sliding_window") or False
+        first = 0 if types else hf.get("max_window_layers", 28)
+        if used is False or (used is True and first in range(L, 2**31)):
+            return 0, True
+    if window is None or kind == "gpt2" or (types and not SLIDES[types[0]]):
+        return 0, True
+    if type(window) is not int or window < 1:
+        raise wrong(path, "sliding_window", window, "null, or at least 1")
+    return window, kind != "llama" and first == 0
+
+
 def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
-    """Raises ConfigError where a layer of the model in `folder` attends to less than S = `option` tokens."""
+    """Raises ConfigError where some layers of the model in `folder`, and not all, attend to less than S =
+    `option` tokens."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
     hf = load_json(path, GIVE_FOLDER)
-    L, family = keys_of(path, hf)["n_layer"], FAMILIES[hf["model_type"]]
-    window = None if family is GPT2 else hf.get("sliding_window", family.defaults.get("sliding_window"))
-    reach = "memo attends to all tokens before; to train it so, {} there"
-    types = hf.get("layer_types")
-    if types is not None and not (isinstance(types, list) and all(t == "full_attention" for t in types)):
-        raise wrong(path, "layer_types", types, "full_attention in every layer", reach.format("make it so"))
-    if hf["model_type"].startswith("qwen"):
-        used = hf.get("use_sliding_window") or False
-        if used is False or (used is True and hf.get("max_window_layers", 28) in range(L, 2**31)):
-            return
-    if window is not None and not (type(window) is int and window >= S):
+    window, alike = window_of(path, hf, keys_of(path, hf)["n_layer"])
+    if not alike and window < S:
         raise wrong(path, "sliding_window", window, f"null, or at least {S}, the length of the run",
-                    reach.format("set it to null") + f", or give a smaller {option}")
+                    "in memo all layers have the same window; to train it without one, set it to null there, "
+                    f"or give a smaller {option}")
 
 
 def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
@@ -217,11 +233,11 @@ def family_of(cfg: Config) -> str:
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
         wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
-                      head_width=cfg.n_embd // cfg.n_head)
+                      head_width=cfg.n_embd // cfg.n_head, sliding_window=0)
     else:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
         kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
-                else "llama" if cfg.n_embd % cfg.n_head == 0 else "mistral")
+                else "llama" if cfg.n_embd % cfg.n_head == 0 and not cfg.sliding_window else "mistral")
         like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
         if getattr(cfg, name) != value:
@@ -233,7 +249,7 @@ def family_of(cfg: Config) -> str:
 
 def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObject:
     """Makes the config.json of `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
-    kind = family_of(cfg)
+    kind, W = family_of(cfg), cfg.sliding_window
     family = FAMILIES[kind]
     config = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
                   tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
@@ -252,7 +268,9 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
     if kind in ("llama", "qwen3"):
         config["attention_bias"] = False
     return config | (dict(mlp_bias=False) if kind == "llama" else
-                     dict(sliding_window=None) if kind == "mistral" else dict(use_sliding_window=False))
+                     dict(sliding_window=W or None) if kind == "mistral" else
+                     dict(use_sliding_window=True, sliding_window=W, max_window_layers=0) if W else
+                     dict(use_sliding_window=False))
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:

@@ -19,20 +19,27 @@ from typing import NamedTuple
 import torch
 
 from memo.errors import Unusable, reason
+from memo.kernels import bands
 from memo.kernels.backends import FAR, PACKAGES, Facts, by_lengths, choose_kernel, cudnn_version, missing
+from memo.kernels.bands import Band, hidden_keys
 
 aten = torch.ops.aten
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
-OfLengths = tuple[Callable[..., Result], Callable[..., Gradients]]
+Pair = tuple[Callable[..., Result], Callable[..., Gradients]]  # forward, backward
 
 
 class Lengths(NamedTuple):
     """Says, in the place of a causal mask, where documents of sequences one behind the other start, each
-    causal. `starts`: their first rows, and the end, int32 on the device. `longest`: none has more rows."""
+    causal. `starts`: their first rows, and the end, int32 on the device. `longest`: none has more rows.
+    `left`: a query sees so many keys before its own; -1: all."""
 
     starts: torch.Tensor
     longest: int
+    left: int = -1
+
+
+Sees = bool | Band | Lengths  # whether the mask is causal, or which one is in its place
 
 
 class Kernel(NamedTuple):
@@ -44,8 +51,9 @@ class Kernel(NamedTuple):
     takes_out: bool = False  # forward has out=, where it writes
     label: str = ""  # name and version, and why it was chosen
     merge: Callable[..., object] | None = None  # that of an ops.Ops
-    # forward and backward of Lengths in the place of `causal`, of as many queries as keys
-    lengths: OfLengths | None = None
+    # of as many queries as keys: with Band, or with Lengths, in the place of `causal`
+    bands: Pair | None = None
+    lengths: Pair | None = None
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -53,7 +61,7 @@ def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def of_rows(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> OfLengths:
+def of_rows(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> Pair:
     """Makes a Kernel's `lengths` of functions of all sequences' rows, (B*T, H, D), and lse (H, B*T)."""
     def rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return [t.flatten(0, 1) for t in tensors]
@@ -71,12 +79,13 @@ def of_rows(forward: Callable[..., Result], backward: Callable[..., Gradients]) 
 
 # --- the plain mathematics, for tests and for what no kernel covers (it holds B*H*T*T scores) ---
 
-def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool | Band) -> torch.Tensor:
     # the product of a query and a key has a variance of D; the softmax wants 1
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * q.shape[-1]**-0.5
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(later, -torch.inf)
+        n, m = scores.shape[-2:]
+        band = causal if isinstance(causal, Band) else Band(n, 0)
+        scores += hidden_keys(slice(0, n), slice(0, m), band, scores)
     return scores
 
 
@@ -85,7 +94,7 @@ def repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Result:
+def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool | Band) -> Result:
     scores = math_scores(q, k, causal)
     lse = scores.logsumexp(-1)
     p = scores.sub_(lse[..., None]).exp_()
@@ -93,7 +102,7 @@ def math_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 
 
 def math_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                  lse: torch.Tensor, causal: bool) -> Gradients:
+                  lse: torch.Tensor, causal: bool | Band) -> Gradients:
     p = math_scores(q, k, causal).sub_(lse[..., None]).exp_()
     dout = dout.float()
     dv = torch.einsum("bhqk,bqhd->bkhd", p, dout)
@@ -129,15 +138,16 @@ def flash_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def flash_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> Result:
-    starts, longest = lengths
-    return aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False)[:2]
+    starts, longest, left = lengths
+    return aten._flash_attention_forward(q, k, v, starts, starts, longest, longest, 0.0, True, False,
+                                         window_size_left=left)[:2]
 
 
 def flash_rows_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                         out: torch.Tensor, lse: torch.Tensor, lengths: Lengths) -> Gradients:
-    (starts, longest), unused = lengths, torch.zeros(2, dtype=torch.uint64, device=q.device)
+    (starts, longest, left), unused = lengths, torch.zeros(2, dtype=torch.uint64, device=q.device)
     return aten._flash_attention_backward(dout, q, k, v, out, lse, starts, starts, longest, longest, 0.0,
-                                          True, unused, unused)
+                                          True, unused, unused, window_size_left=left)
 
 
 def near(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -172,6 +182,7 @@ INTERFACES = {
     "flash_attn_4": ("flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
 }
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+WINDOW = "window_size_left", "window_size_right"
 SPELLINGS = {"lse": ("softmax_lse", "lse"), "scale": ("softmax_scale",), "causal": ("causal", "is_causal")}
 # what some versions want although nothing of it is used here
 UNUSED = dict.fromkeys(
@@ -181,10 +192,15 @@ UNUSED = dict.fromkeys(
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
 
 
-def said(causal: bool | Lengths) -> dict[str, object]:
+def said(causal: Sees) -> dict[str, object]:
     """Says which queries meet which keys, as the packages call it."""
-    lengths = [n for n in causal for _ in range(2)] if isinstance(causal, Lengths) else ()
-    return dict(zip(LENGTHS, lengths, strict=False), causal=bool(causal))
+    if isinstance(causal, Lengths):
+        lengths = [n for n in causal[:2] for _ in range(2)]
+        window = {WINDOW[0]: causal.left} if causal.left >= 0 else {}
+        return dict(zip(LENGTHS, lengths, strict=True), causal=True) | window
+    if isinstance(causal, Band):
+        return dict(zip(WINDOW, causal, strict=True), causal=causal.right == 0)
+    return dict(causal=causal)
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
@@ -225,21 +241,21 @@ def installed_kernel(name: str) -> Kernel:
     of_gradients = "dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"
 
     def calls(forward: str, backward: str, *more: str) -> tuple[Callable[..., Result], Callable[..., Result]]:
-        return (bound(package, forward, (*of_keys, *more), ("out",)),
-                bound(package, backward, (*of_gradients, *more)))
+        return (bound(package, forward, (*of_keys, *more), ("out", *WINDOW)),
+                bound(package, backward, (*of_gradients, *more), WINDOW))
     known = {False: calls(*names[:2])}
     with suppress(Unusable):  # of lengths: not all versions have them
         known[True] = calls(*names[-2:], *LENGTHS)
     # a custom op spells it out_, and may not return it: that does not count
     takes_out = "out" in parameters_of(getattr(package, names[0]))
 
-    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool | Lengths,
+    def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Sees,
                           **out: torch.Tensor) -> Result:
         call, _ = known[isinstance(causal, Lengths)]
         return call(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, **said(causal), **lse, **out)[:2]
 
     def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                           out: torch.Tensor, lse: torch.Tensor, causal: bool | Lengths) -> Gradients:
+                           out: torch.Tensor, lse: torch.Tensor, causal: Sees) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _, call = known[isinstance(causal, Lengths)]
         call(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
@@ -249,7 +265,10 @@ def installed_kernel(name: str) -> Kernel:
     # flash-attn-4 has a backward of lengths on a Hopper from beta 5 on, as it has this
     old = name == "flash_attn_4" and "dlse" not in parameters_of(getattr(package, names[1]))
     lengths = None if old or True not in known else of_rows(attention_forward, attention_backward)
-    return Kernel(name, attention_forward, attention_backward, takes_out, label, lengths=lengths)
+    # all that are there
+    slides = all({*WINDOW} <= {*parameters_of(getattr(package, n))} for n in names if hasattr(package, n))
+    return Kernel(name, attention_forward, attention_backward, takes_out, label,
+                  bands=(attention_forward, attention_backward) if slides else None, lengths=lengths)
 
 
 # --- without a GPU: what the packages' kernels request, for a trace ---
@@ -281,13 +300,14 @@ FLASH_LENGTHS = of_rows(flash_rows, flash_rows_backward)
 BACKENDS = {b.name: b for b in (  # those of torch
     Kernel("cudnn", cudnn_forward, cudnn_backward, lengths=FLASH_LENGTHS),
     Kernel("flash", partial(flash_forward, aten._scaled_dot_product_flash_attention), flash_backward,
-           lengths=FLASH_LENGTHS),
-    Kernel("cpu", partial(flash_forward, aten._scaled_dot_product_flash_attention_for_cpu), cpu_backward),
-    Kernel("math", math_forward, math_backward))}
+           bands=(bands.flash_forward, bands.flash_backward), lengths=FLASH_LENGTHS),
+    Kernel("cpu", partial(flash_forward, aten._scaled_dot_product_flash_attention_for_cpu), cpu_backward,
+           bands=(bands.cpu_forward, bands.cpu_backward)),
+    Kernel("math", math_forward, math_backward, bands=(math_forward, math_backward)))}
 
 
-def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
-             aligned: bool) -> tuple[Facts, dict[str, Kernel]]:
+def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, aligned: bool,
+             window: bool = False) -> tuple[Facts, dict[str, Kernel]]:
     """Finds (Facts, {name: Kernel} of packages that can be called); imports those alone that could serve."""
     name, found, why = str(dtype).removeprefix("torch."), {}, {}
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -295,24 +315,28 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int,
         return Facts(device.type, name, head_dim, deterministic), {}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
     facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn,
-                  aligned=aligned)
+                  aligned=aligned, window=window)
     for package in PACKAGES:
         if not missing(package, replace(facts, packages={package: ""})):
             try:
                 found[package] = installed_kernel(package)
+                if window and not found[package].bands:
+                    raise Unusable("it is of another version: it has no sliding window")
             except Unusable as e:
                 why[package] = str(e)
+                found.pop(package, None)
     return replace(facts, packages=why | dict.fromkeys(found, "")), found
 
 
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-                      aligned: bool = True, documents: bool = False) -> Kernel:
+                      aligned: bool = True, documents: bool = False, window: bool = False) -> Kernel:
     """Finds the Kernel called `name`, for "auto" the fastest; on the meta device any. With `documents` its
-    label says what many of them go by, if not by its own lengths. Errors: ConfigError."""
+    label says what many of them go by, if not by its own lengths. With a `window` it has bands. Errors:
+    ConfigError."""
     if device.type == "meta":
         return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
             name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
-    facts, found = facts_of(device, dtype, head_dim, aligned)
+    facts, found = facts_of(device, dtype, head_dim, aligned, window)
     name, why = choose_kernel(name, facts)
     kernel = found.get(name) or BACKENDS[name]
     label = kernel.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)

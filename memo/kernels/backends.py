@@ -39,6 +39,7 @@ class Facts:
     cudnn: int = 0  # its version, 92400 for 9.24.0; 0: none
     packages: dict[str, str] = field(default_factory=dict)  # {of PACKAGES: why it cannot be called, or ""}
     aligned: bool = True  # are all keys that come as a block of their own, without a mask, multiples of 128?
+    window: bool = False
 
 
 def aligned(cfg: Config) -> bool:
@@ -111,6 +112,8 @@ def missing(name: str, facts: Facts) -> str:
         return f"it needs head_dim={D} to be at most 128"
     if facts.deterministic and name == "cudnn":
         return "it needs deterministic=False"
+    if facts.window and name == "cudnn":
+        return "it has no sliding window in torch"
     if facts.deterministic and name == "flash_attn_3" and D > 192:
         return f"it needs head_dim={D} to be at most 192 or deterministic=False"
     if name == "flash" and 192 < D <= 224 and (capability[0] == 12 or (8, 6) <= capability <= (8, 9)):
@@ -156,7 +159,7 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
                   cudnn=WRONG_CUDNN + 1,  # as of requirements.txt: below RIGHT_CUDNN
-                  packages={cfg.attention: ""}, aligned=aligned(cfg))
+                  packages={cfg.attention: ""}, aligned=aligned(cfg), window=cfg.window > 0)
     return choose_kernel(cfg.attention, facts)[0]
 
 

@@ -29,7 +29,8 @@ from memo.config.layer import heads_at_once, layer_of
 from memo.kernels.attention import Gradients, Result
 from memo.kernels.ops import Ops
 from memo.layer.activations import Activations, Pieces, Weights
-from memo.layer.tiles import EVERYTHING, Meeting
+from memo.layer.masks import EVERYTHING
+from memo.layer.tiles import Meeting
 from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Visits
 

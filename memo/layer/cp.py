@@ -23,9 +23,11 @@ from math import gcd
 import torch
 
 from memo.kernels.attention import Gradients, Kernel, Lengths, Result
+from memo.kernels.bands import Band
 from memo.layer.activations import Pieces
 from memo.layer.attend import Attention, Meanwhile, Pair, nothing
-from memo.layer.tiles import EVERYTHING, Fence, Meeting, Tile, Tiles
+from memo.layer.masks import EVERYTHING, KINDS, Tile, Tiles
+from memo.layer.tiles import Fence, Meeting
 from memo.parallel.visits import Visits, jump
 from memo.system.axis import Axis, Hop, T
 
@@ -51,7 +53,7 @@ def marked(fence: Fence | None, varies: bool = True) -> Callable[[], object]:
 
 def each(tiles: Tiles, fence: Fence | None) -> Iterator[Tile]:
     """Iterates over tiles, marked. With documents those of a kind follow each other: each kind is planned."""
-    for kind in range(3):
+    for kind in range(KINDS):
         begin = marked(fence)
         for tile in tiles:
             if tile.kind == kind:
@@ -97,27 +99,29 @@ def within(rows: slice, queries: slice) -> slice:
 
 # With documents, `fence` of a Meeting, tiles differ from batch to batch. But requests for memory do not, but
 # for those of a tile: sums have all rows, and before each tile the arena goes back to what is planned for
-# one (fence). Of one piece a row is in one tile at most: of a document a rank has rows that are neighbours.
+# one (fence). Of one piece a row is in one tile at most, for a rank's rows of a document are neighbours; but
+# in a ring a window has edges.
 
 def pieces_forward(kernel: Kernel, q: torch.Tensor, pieces: Pieces, tiles: Sequence[Tiles],
-                   fence: Fence | None, **where: torch.Tensor) -> Result:
+                   fence: Fence | None, part: bool = False, **where: torch.Tensor) -> Result:
     """Computes out and lse of rows_met(), with documents of all; out is fp32 where there are several tiles.
-    `tiles`: by pieces; `where`: out=, memory for the result, of a kernel that takes it."""
+    `part`: more is merged with it. `tiles`: by pieces; `where`: out=, memory for it, of some kernels."""
     rows, total = EVERYTHING if fence else rows_met(tiles), None
     given = where if sum(map(len, tiles)) == 1 and not fence else {}
+    merges = part or len(pieces) > 1
     if fence:
-        total = unmet(q) if len(pieces) > 1 else (torch.zeros_like(q), unmet_lse(q))
+        total = unmet(q) if merges else (torch.zeros_like(q), unmet_lse(q))
     for (k, v), of_piece in zip(pieces, tiles, strict=True):
         for queries, keys, causal, of in each(of_piece, fence):
-            part = kernel.forward(q[of, queries], k[of, keys], v[of, keys], causal, **given)
-            if fence and total and len(pieces) == 1:
-                total[0][of, queries], total[1][of, :, queries] = part
+            found = kernel.forward(q[of, queries], k[of, keys], v[of, keys], causal, **given)
+            if fence and total and not merges:
+                total[0][of, queries], total[1][of, :, queries] = found
             elif total is None and (of, queries) == (EVERYTHING, rows):
-                total = part
+                total = found
             else:
                 total = (total[0].float(), total[1]) if total else unmet(q[:, rows])
-                merge_rows(kernel, total, within(rows, queries), part, of)
-            del part  # before the next tile's
+                merge_rows(kernel, total, within(rows, queries), found, of)
+            del found  # before the next tile's
     assert total is not None
     for out in where.values() if not given else ():
         out.copy_(total[0])
@@ -254,7 +258,8 @@ def met_before(home: Hop | None, q: torch.Tensor, made: bool) -> Result:
 
 
 def passing_forward(kernel: Kernel, axis: Axis, q: torch.Tensor, pieces: Pieces, met: Meeting) -> Result:
-    attend, tiles = partial(pieces_forward, kernel, fence=met.fence), met.tiles(axis.rank, axis.rank)
+    attend = partial(pieces_forward, kernel, fence=met.fence, part=True)
+    tiles = met.tiles(axis.rank, axis.rank)
     coming, rows = visitors(axis, met, q), EVERYTHING if met.fence else rows_met(tiles[:-1])
     meets = any(tiles[:-1]) or (met.fence and len(tiles) > 1)
     before = attend(q, pieces[:-1], tiles[:-1]) if meets else None
@@ -357,9 +362,10 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
 
 # --- one rank, and the choice ---
 
-def either(plain: Callable[..., T], of_lengths: Callable[..., T]) -> Callable[..., T]:
-    """Calls a Kernel's function, or where its last argument is Lengths that of them."""
-    return lambda *args, **out: (of_lengths if isinstance(args[-1], Lengths) else plain)(*args, **out)
+def one_of(plain: Callable[..., T], mask: type, other: Callable[..., T]) -> Callable[..., T]:
+    """Calls a Kernel's function, or where its last argument, in the place of a causal one, is such a `mask`,
+    the other one."""
+    return lambda *args, **out: (other if isinstance(args[-1], mask) else plain)(*args, **out)
 
 
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[..., object],
@@ -368,9 +374,10 @@ def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[
     ranks of `axis` share by a ring or ulysses: (to a whole sequence, to pieces of several subsequences).
     `ahead`: blocks of keys on their way beside one."""
     kernel = kernel._replace(merge=merge)
-    if kernel.lengths:
-        kernel = kernel._replace(forward=either(kernel.forward, kernel.lengths[0]),
-                                 backward=either(kernel.backward, kernel.lengths[1]))
+    for mask, pair in ((Lengths, kernel.lengths), (Band, kernel.bands)):
+        if pair:
+            kernel = kernel._replace(forward=one_of(kernel.forward, mask, pair[0]),
+                                     backward=one_of(kernel.backward, mask, pair[1]))
     if axis.size == 1:
         alone = Attention(
             kernel.name, kernel.label,

@@ -1,14 +1,7 @@
 """Which token each row of a rank is (RowOrder: data, positions, targets and evaluation ask there), and which
-queries and keys meet, as ranges of rows.
+tokens of all ranks and subsequences meet (Meeting). A rank's rows of a sequence are ranges of its tokens, in
+ascending order. memo/layer/masks.py says which of two ranges meet."""
 
-A rank's rows of a sequence are ranges of its tokens, in ascending order. A mask says which earlier tokens a
-query sees. A tile is one call of a kernel: a range of rows of queries, and one of keys that all of them see;
-or of the same tokens, under the causal mask.
-"""
-
-import operator
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,51 +14,24 @@ import torch
 from memo.config.layout import Layout, slice_lengths
 from memo.kernels.attention import Lengths
 from memo.kernels.backends import most_documents
+from memo.kernels.bands import Band
+from memo.layer.masks import (
+    CAUSAL,
+    EVERYTHING,
+    Mask,
+    Range,
+    Ranges,
+    Tile,
+    Tiles,
+    keys_seen,
+    stretches,
+    tiles_of,
+)
 from memo.parallel.mesh import Mesh
 
-Range = tuple[int, int]  # first, end
 Fence = Callable[[bool], Callable[[], object]]
 Move = Callable[[torch.Tensor], torch.Tensor]
-Ranges = tuple[Range, ...]
-
-
-class Tile(NamedTuple):
-    """Holds rows of queries and of keys that meet. `causal`: the i-th query sees the first i + 1 keys; with
-    Lengths those of its document. `of`: the sequences of a batch in which they do."""
-
-    queries: slice
-    keys: slice
-    causal: bool | Lengths
-    of: slice = slice(None)
-
-    @property
-    def kind(self) -> int:
-        """Numbers what requests memory alike: by itself, or by lengths, of a batch or of a sequence."""
-        return isinstance(self.causal, Lengths) * (1 + (self.of != EVERYTHING))
-
-
-Tiles = tuple[Tile, ...]
-EVERYTHING = slice(None)
 FEW = 8  # documents of a batch's own piece that are a call each
-
-
-class Mask(NamedTuple):
-    """Says which tokens a query sees, of those before it. `borders`: tokens, ascending, at which a sequence
-    is cut into parts; sees(i, j): whether queries in part i see keys in part j, always where i = j. From
-    `end` on is padding, which sees nothing, and which nothing sees."""
-
-    borders: tuple[int, ...] = ()
-    sees: Callable[[int, int], bool] = operator.ge
-    end: float = inf
-
-
-CAUSAL = Mask()
-
-
-def documents(ends: Sequence[int]) -> Mask:
-    """Makes the Mask of a sequence whose tokens see those of their own document alone. `ends`: of the
-    documents; behind the last is padding."""
-    return Mask(tuple(ends), operator.eq, ends[-1])
 
 
 @dataclass(eq=False)
@@ -87,8 +53,11 @@ class Meeting:
         """Lists for each piece the tiles of the queries of `rank` and the keys of `source`."""
         if (rank, source) not in self.known:  # all layers and heads ask again
             found = [self.tiles_of_batch(self.queries[rank], piece[source]) for piece in self.pieces]
-            if self.place and rank == source and len(found[-1]) > FEW:
-                found[-1] = self.calls_by_lengths(found[-1])
+            if self.place and rank == source:
+                squares = tuple(tile for tile in found[-1] if tile.queries == tile.keys)  # of each document
+                if len(squares) > FEW:
+                    others = tuple(tile for tile in found[-1] if tile not in squares)
+                    found[-1] = (*others, *self.calls_by_lengths(squares))
             self.known[rank, source] = found
         return self.known[rank, source]
 
@@ -121,17 +90,34 @@ class Meeting:
         """Places the Lengths of documents, no less than `longest`. Where it is 1, and query heads share keys,
         flash-attn 2 gives lse in another order."""
         assert self.place
+        window = self.masks[0].window  # that of a layer
         longest = max(longest, *(end - start for start, end in pairwise(starts)))
-        return Lengths(self.place(torch.tensor(starts, dtype=torch.int32) - starts[0]), longest)
+        return Lengths(self.place(torch.tensor(starts, dtype=torch.int32) - starts[0]), longest,
+                       int(window) - 1 if window < longest else -1)
 
     def rehearse(self, rank: int) -> None:
-        """Adds the largest calls by lengths to the tiles of a rehearsal, whose plan serves all batches."""
-        B, tiles = len(self.masks), self.own_tiles(rank)
+        """Puts the largest tiles of each kind in a rehearsal, whose plan serves all batches: calls by
+        lengths, and with a window those at its edges, which documents may cut anywhere."""
+        B, ranks = len(self.masks), range(len(self.queries))
+        for other in ranks if self.masks[0].window < inf else ():
+            for pair in {(rank % len(ranks), other), (other, rank % len(ranks))}:
+                self.known[pair] = [self.largest(of_piece, piece[pair[1]]) for of_piece, piece in zip(
+                    self.tiles(*pair), self.pieces, strict=True)]
+        tiles = self.own_tiles(rank)
         largest = [(EVERYTHING, B * self.rows)] + [(slice(0, 1), self.rows)] * (B > 1)
         for of, rows in largest if self.place else ():
             n = min(rows, most_documents(rows))
             worst = self.lengths([rows * i // n for i in range(n + 1)], self.rows)
             tiles[-1] = (*tiles[-1], Tile(EVERYTHING, EVERYTHING, worst, of))
+
+    def largest(self, of_piece: Tiles, keys: Ranges) -> Tiles:
+        """Lists the largest tile of each kind where one document has those `of_piece`."""
+        window = int(self.masks[0].window)
+        n, m = (min(window, rows) for rows in (self.rows, sum(end - first for first, end in keys)))
+        edge = slice(0, min(n, m))
+        tiles = Tile(slice(0, n), slice(0, m), False), Tile(edge, edge, Band(0, -1))
+        own = (Tile(EVERYTHING, EVERYTHING, Band(window - 1, 0)),) if keys in self.queries else ()
+        return tiles + own if of_piece else ()
 
     def tiles_of_batch(self, queries: Ranges, keys: Ranges) -> Tiles:
         """Lists the tiles of all sequences; neighbours of one mask share theirs."""
@@ -164,9 +150,9 @@ class Meeting:
         return sum(end - first for first, end in self.queries[0])
 
 
-def one_sequence(S: int) -> Meeting:
-    """Makes the Meeting of a whole sequence on one rank."""
-    return Meeting([((0, S),)], [[((0, S),)]])
+def one_sequence(S: int, window: int = 0) -> Meeting:
+    """Makes the Meeting of a whole sequence on one rank, with a sliding window where it is not 0."""
+    return Meeting([((0, S),)], [[((0, S),)]], (CAUSAL.near(window),))
 
 
 def rank_ranges(S: int, rank: int, ranks: int, kind: str) -> list[Range]:
@@ -187,81 +173,6 @@ def rows_of(ranges: Sequence[Range], first: float, end: float) -> Ranges:
         found += [(int(low), int(high))] * (low < high)
         row += b - a
     return tuple(found)
-
-
-class Stretch(NamedTuple):
-    """Holds tokens in one part of a mask, and their rows."""
-
-    tokens: Range
-    rows: Range
-    part: int
-
-
-def stretches(ranges: Ranges, mask: Mask) -> list[Stretch]:
-    """Cuts ranges of tokens at the borders of a mask."""
-    found, row = list[Stretch](), 0
-    for a, b in ranges:
-        part, last = bisect_right(mask.borders, a), bisect_left(mask.borders, b)
-        for k, tokens in enumerate(pairwise((a, *mask.borders[part:last], b)), part):
-            rows = row, row + tokens[1] - tokens[0]
-            found.append(Stretch(tokens, rows, k))
-            row = rows[1]
-    return found
-
-
-def joined(rows: Sequence[Range]) -> list[Range]:
-    """Joins ranges of rows that follow each other."""
-    found = list[Range]()
-    for first, end in rows:
-        if found and found[-1][1] == first:
-            first, _ = found.pop()
-        found.append((first, end))
-    return found
-
-
-def keys_seen(keys: Sequence[Stretch], mask: Mask) -> Callable[[Stretch], list[Stretch]]:
-    """Makes a function that finds the keys before a stretch of queries that these see; padding sees none."""
-    of_part = defaultdict[int, list[Stretch]](list)
-    for key in keys:
-        of_part[key.part].append(key)
-
-    def seen(query: Stretch) -> list[Stretch]:
-        first, part = query.tokens[0], query.part
-        # of many documents few keys are worth a look
-        near = of_part.get(part, ()) if mask.sees is operator.eq else keys
-        return [key for key in near if key.tokens[1] <= first < mask.end and mask.sees(part, key.part)]
-    return seen
-
-
-def tiles_of(queries: Ranges, keys: Ranges, mask: Mask = CAUSAL) -> Tiles:
-    """Lists the tiles in which queries meet the keys that they see: under the causal mask the fewest there
-    are. Tokens are given in the order of the rows; ranges of both are equal, or have no token in common."""
-    all_queries, all_keys = stretches(queries, mask), stretches(keys, mask)
-    own_keys = {key.tokens: key for key in all_keys}
-    keys_of = keys_seen(all_keys, mask)
-    full, causal = list[tuple[Range, Range]](), list[tuple[Range, Range]]()  # rows of queries, of keys
-    square = list[Stretch]()  # the keys of the last causal tile
-    for query in (query for query in all_queries if query.tokens[0] < mask.end):
-        seen = keys_of(query)
-        if own := own_keys.get(query.tokens):
-            grows = square and square[-1].rows[1] == own.rows[0] and causal[-1][0][1] == query.rows[0]
-            if grows and all(key in seen for key in square):
-                first = causal.pop()[0][0]
-            else:
-                first, square = query.rows[0], []
-            seen = [key for key in seen if key not in square]
-            square = [*square, own]
-            causal.append(((first, query.rows[1]), (square[0].rows[0], own.rows[1])))
-        for rows in joined([key.rows for key in seen]):
-            # the queries right before may see the same keys
-            same = [tile for tile in full if tile[1] == rows and tile[0][1] == query.rows[0]]
-            full = [tile for tile in full if tile not in same]
-            full.append((((same or [(query.rows, rows)])[0][0][0], query.rows[1]), rows))
-
-    def of_rows(rows: Range, all_rows: list[Stretch]) -> slice:
-        return EVERYTHING if rows == (0, all_rows[-1].rows[1]) else slice(*rows)
-    return tuple(Tile(of_rows(q, all_queries), of_rows(k, all_keys), tiles is causal)
-                 for tiles in (full, causal) for q, k in tiles)
 
 
 # --- the tokens of a rank's rows ---
@@ -365,4 +276,5 @@ def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:
     tokens, tp = mesh.tokens, mesh.weights
     first = tokens.rank - tp.rank
     ranks = range(first, first + tp.size) if cfg.metp else (tokens.rank,)
-    return RowOrder(slice_lengths(cfg, S), cfg.context_parallel, tokens.size, ranks)
+    return RowOrder(slice_lengths(cfg, S), cfg.context_parallel, tokens.size, ranks,
+                    (CAUSAL.near(cfg.window),))

@@ -88,7 +88,7 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
     with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
-                            cfg.check_data, cfg.pack if cfg.documents else "")
+                            cfg.check_data, cfg.pack if cfg.documents else "", cfg.window)
     if data.meta["weights"] and not cfg.documents:
         raise ConfigError(f"documents=false must be true for dataset={cfg.dataset}, whose weights say which "
                           "tokens are learned; add --documents=true")
@@ -116,7 +116,8 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
                           "run its own data, or go on with these: --allow_other_data=true")
     set_deterministic(cfg.deterministic)
     device, dtype = pick_device(cfg, launch.local_rank)
-    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg))
+    attention = resolve_attention(cfg.attention, device, dtype, cfg.head_width, aligned(cfg),
+                                  window=cfg.window > 0)
     ops, _ = resolve_ops(cfg.ops, device, launch=False)
     check_matmul(cfg, gpu_facts(device)["capability"], dtype.itemsize)
     origin = code() | data.fingerprints | {

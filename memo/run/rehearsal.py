@@ -67,6 +67,7 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
     elif learned:
         tokens = tokens.cpu()  # as batches come
         batch = model.on_device(Batch(tokens, tokens, model.one_document()))
+    if learned:
         model.meet(batch.packed)
         for meeting in {id(m): m for s in swap.units.values() for m in s.meetings}.values():
             meeting.rehearse(model.mesh.tokens.rank)

@@ -21,7 +21,8 @@ from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
 from memo.layer.attend import Attention
 from memo.layer.edges import Edges
-from memo.layer.tiles import Batch, Packed, documents, row_order
+from memo.layer.masks import documents
+from memo.layer.tiles import Batch, Packed, row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
@@ -142,7 +143,7 @@ class Model(Parameters):
         if packed is None:
             self.positions = [t.to(self.device).repeat(B) for t in positions]
         else:
-            order = replace(order, masks=[*map(documents, packed.ends)])
+            order = replace(order, masks=[documents(of, cfg.window) for of in packed.ends])
             self.positions = self.by_subsequence(packed.positions)
         self.turn = [*map(self.gpt.rotations_of, self.positions)]
         by_lengths = packed is not None and self.gpt.attention.takes_lengths

@@ -69,16 +69,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 # --- attention ---
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None = None,
+           window: int = 0) -> torch.Tensor:
     """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by torch's own kernel. `of`
-    (B, T): the document of each token, which sees those of its own alone; None: there is one."""
+    (B, T): the document of each token, which sees those of its own alone; None: there is one. `window`: a
+    token sees so many of them, itself the last; 0: all."""
+    T = q.shape[2]
     if of is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape != k.shape)
+        seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window) if window else None
+        return F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None,
+                                              enable_gqa=q.shape != k.shape)
 
     def in_sequence(b: int, *qkv: torch.Tensor) -> torch.Tensor:
         lengths = of[b].unique_consecutive(return_counts=True)[1].tolist()
         pieces = zip(*(t[b:b + 1].split(lengths, 2) for t in qkv), strict=True)
-        return torch.cat([attend(*piece) for piece in pieces], 2)
+        return torch.cat([attend(q_, k_, v_, None, window) for q_, k_, v_ in pieces], 2)
     return torch.cat([in_sequence(b, q, k, v) for b in range(len(of))])
 
 
@@ -118,7 +123,7 @@ class ReferenceLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.proj(attend(q, k, v, of).transpose(1, 2).reshape(B, T, -1))
+        x = x + self.proj(attend(q, k, v, of, self.cfg.window).transpose(1, 2).reshape(B, T, -1))
         return x + self.mlp(self.ln2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:

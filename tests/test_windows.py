@@ -1,0 +1,146 @@
+"""Layers with a sliding window: kernels within a band, every layout, the reach of a token, the estimate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memo.config.config import Config
+from memo.config.formulas import squares_met
+from memo.config.layout import Layout
+from memo.decide.pipeline import even_shares
+from memo.errors import ConfigError
+from memo.estimate.packed import met_by_ranks
+from memo.estimate.unit_seconds import modelled_rates
+from memo.kernels.attention import BACKENDS, facts_of, resolve_attention
+from memo.kernels.backends import missing
+from memo.kernels.bands import Band
+from memo.layer.masks import CAUSAL
+from memo.layer.tiles import RowOrder
+from memo.states.passes import Model
+from memo.system.hardware import machine
+from model import GPT
+from tests.helpers import CPU, perturbed_weights
+from tests.layouts import agree, layout_keys, on_ranks, step_alone
+from tests.packed import FAMILIES, KEYS, of_documents, packed_gradients, write_folder
+
+H100 = machine("h100-80gb")
+
+
+@pytest.mark.parametrize("band", [Band(0, 0), Band(6, 0), Band(300, 0), Band(0, -1)])
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("n", [1, 37, 600])
+@pytest.mark.parametrize("name", [name for name in BACKENDS if BACKENDS[name].bands])
+def test_a_band_is_what_the_mathematics_masks(name, n, kv_heads, band):
+    device = torch.device("cuda" if torch.cuda.is_available() and name != "cpu" else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if missing(name, facts_of(device, dtype, 16, aligned=True)[0]):
+        pytest.skip("it cannot run here")
+    g = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (torch.randn(2, n, h, 16, generator=g, device=device).to(dtype)
+                     for h in (6, kv_heads, kv_heads, 6))
+    leaves = q_, k_, v_ = [t.double().requires_grad_() for t in (q, k, v)]
+    seen = torch.ones(n, n, dtype=torch.bool, device=device).triu(-band.left)
+    seen = seen.tril(band.right) if band.right >= 0 else seen
+    scores = torch.einsum("bqhd,bkhd->bhqk", q_, k_.repeat_interleave(6 // kv_heads, 2)) / 4
+    scores = scores.masked_fill(~seen, -torch.inf)
+    want = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v_.repeat_interleave(6 // kv_heads, 2))
+    gradients = torch.autograd.grad(want, leaves, dout.double())
+    forward, backward = BACKENDS[name].bands
+    out, lse = forward(q, k, v, band)
+    got = out, lse, *backward(dout, q, k, v, out, lse, band)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, exact in zip(got, (want, scores.logsumexp(-1), *gradients), strict=True):
+        assert mine.shape == exact.shape
+        torch.testing.assert_close(mine.double(), exact, rtol=limit, atol=limit)
+
+
+# windows shorter and longer than the chunks of the ranks; each other case has documents
+LAYOUTS = [("dp1", "ring", {}, 20), ("dp1", "ring", dict(subsequences=3), 33),
+           ("dp1", "ring", dict(subsequences=8), 5),
+           ("cp4", "ring", {}, 9), ("cp4", "ring", {}, 50), ("cp2", "ring", dict(subsequences=3), 40),
+           ("cp2", "ulysses", {}, 20), ("cp2", "ulysses", dict(subsequences=3), 30), ("tp2", "ring", {}, 20),
+           ("tp2", "metp", dict(subsequences=4), 11), ("tp2 cp2", "metp", {}, 70),
+           ("tp2 cp2", "ring", dict(subsequences=2), 7), ("pp2", "ring", dict(subsequences=4), 45),
+           ("pp2 cp2", "ring", dict(subsequences=4, msp=True), 20)]
+MODES = [dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    lengths = [1, 300, 45, 128, 64, 1, 1, 200, 31, 77, 2, 19, 129, 50, 3, 17, 90, 24, 8, 1, 15]
+    return str(write_folder(tmp_path_factory.mktemp("windows") / "d", lengths))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("text,kind,more,window", LAYOUTS)
+def test_every_layout_gives_the_gradients_of_one_process(folder, text, kind, more, window, documents):
+    """Of one process without documents, where memo.verify compares that with fp64; with them of fp64."""
+    family = FAMILIES["qwen" if window % 2 else "gpt"]
+    model = KEYS | family | dict(documents=documents, sliding_window=window)
+    keys = model | layout_keys(text, kind) | more
+    cfgs = [Layout(**keys | mode) for mode in MODES]
+    if "msp" in more:
+        cfgs = [replace(cfg, shares=even_shares(cfg)) for cfg in cfgs]
+    how = dict(work=packed_gradients) if documents else {}
+    first, other = on_ranks(text, cfgs, folder if documents else True, **how)
+    one = of_documents(Layout(**model), folder) if documents else step_alone(
+        Layout(**model, activation="keep"))
+    agree(first, one, (text, kind, more))
+    assert other[:2] == first[:2] and other[3] == first[3] == 0  # no request missed the memory plan
+    assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
+
+
+def test_a_token_reaches_as_far_as_the_windows_of_all_layers():
+    """L (W - 1) tokens, and not one more."""
+    cfg = Layout(n_layer=3, n_head=2, n_embd=32, vocab_size=64, block_size=64, sliding_window=6)
+    model = Model(GPT, cfg, CPU, torch.float32, grads=False)
+    model.load(perturbed_weights(cfg, CPU))
+    tokens = torch.arange(64)[None] % 61
+    changed = tokens.clone()
+    changed[0, 10] = 62
+    model.reserve_forward(1, 64)
+    one, two = (model.hidden(t, lambda i, x: x.clone())[0] for t in (tokens, changed))
+    assert (one != two).any(1).nonzero().flatten().tolist() == [*range(10, 10 + 3 * 5 + 1)]
+
+
+def test_a_ring_makes_the_hops_that_a_window_needs():
+    for window, hops in ((8, [1, 7]), (9, [1, 7]), (10, [1, 2, 6, 7]), (128, [*range(1, 8)])):
+        order = RowOrder([(128,)], "ring", 8, masks=(CAUSAL.near(window),))
+        [met] = order.meetings(0, 0, 16)
+        assert met.distances == hops, window
+
+
+@pytest.mark.parametrize("S,W", [(4096, 512), (4096, 4095), (4096, 4096), (100, 1)])
+def test_pairs_of_a_window_are_counted(S, W):
+    cfg = Config(block_size=S, sliding_window=W, n_embd=64)
+    exact = sum(min(i + 1, W) for i in range(S))
+    assert abs(squares_met(S, cfg.window) / 2 - exact) <= S / 2
+    assert squares_met(S, cfg.window) == (2 * S * W - W**2)
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(cp=4), dict(cp=4, subsequences=3), dict(tp=2, cp=2,
+    context_parallel="ulysses"), dict(tp=2, cp=2, tensor_parallel="metp"), dict(subsequences=4)])
+def test_the_estimate_counts_what_the_window_leaves(keys):
+    S, W = 768 * 512, 30000
+    cfg = Layout(**dict(n_layer=2, n_head=8, n_embd=512, block_size=S, vocab_size=512, sliding_window=W,
+                        subsequences=1) | keys)
+    layer, flops = modelled_rates(cfg, H100, 2), 0.0
+    cuts = [unit.unit.S for unit in layer.units]
+    same = cfg.tp * (cfg.cp if cfg.context_parallel == "ulysses" else 1) // (cfg.tp if cfg.metp else 1)
+    for i, unit in enumerate(layer.units):
+        flops += same * sum(calls.times * calls.flops for of in met_by_ranks(unit.unit, i, cuts, ((S,),))
+                            for calls in (*of.own, *of.earlier))
+    assert flops == pytest.approx(2 * cfg.n_embd * squares_met(S, W))
+    whole = modelled_rates(replace(cfg, sliding_window=0), H100, 2)
+    assert layer.forward_s < whole.forward_s / 3
+
+
+def test_a_kernel_without_windows_is_passed_over():
+    known = resolve_attention("auto", CPU, torch.float32, 64, window=True)
+    assert known.bands and known.name == "cpu"
+    cfg = Layout(block_size=4096, n_embd=512, n_head=4, sliding_window=64, attention="cudnn")
+    with pytest.raises(ConfigError, match="attention=cudnn is not available: it has no sliding window"):
+        modelled_rates(cfg, H100, 2)
