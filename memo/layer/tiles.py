@@ -66,8 +66,9 @@ class Meeting:
         return self.tiles(*[rank % len(self.queries)] * 2)
 
     def calls_by_lengths(self, causal: Tiles) -> Tiles:
-        """Makes of the causal tiles of a batch, squares of all rows but padding, one call by lengths; with
-        padding, or of very many documents, calls of neighbours in a sequence."""
+        """Replaces the causal tiles of a batch, one for each document, by calls of a kernel that takes the
+        documents' lengths. One call does the batch. With padding, or more documents than a call may have,
+        each sequence has calls of its own, each of documents that follow one another."""
         of_sequences = [[0] for _ in self.masks]  # where documents start, and the end
         for tile in causal:
             for starts in of_sequences[tile.of]:
@@ -79,7 +80,7 @@ class Meeting:
         calls = list[Tile]()
         for b, starts in enumerate(of_sequences):
             n = len(starts) - 1
-            parts = ceil(n / most_documents(self.rows)) or 1  # about equal: none has a row or two
+            parts = ceil(n / most_documents(self.rows)) or 1  # calls of about as many documents
             of = slice(b, b + 1) if len(of_sequences) > 1 else EVERYTHING
             for first, end in pairwise(n * i // parts for i in range(parts + 1)) if n else ():
                 rows = slice(starts[first], starts[end])
@@ -87,8 +88,9 @@ class Meeting:
         return tuple(calls)
 
     def lengths(self, starts: Sequence[int], longest: int = 2) -> Lengths:
-        """Places the Lengths of documents, no less than `longest`. Where it is 1, and query heads share keys,
-        flash-attn 2 gives lse in another order."""
+        """Puts the Lengths of documents that begin at `starts` on the device; they say that the longest has
+        `longest` rows or more. Two at least: flash-attn 2 orders lse otherwise where it is told of one row,
+        and query heads share keys."""
         assert self.place
         window = self.masks[0].window  # that of a layer
         longest = max(longest, *(end - start for start, end in pairwise(starts)))

@@ -36,9 +36,10 @@ class Ahead(Generic[T]):
 
 
 def jump(stops: Sequence[int], at: int) -> int | None:
-    """Says how many ranks something moves on in its hop to the distance `at` from the rank that it set out
-    from. `stops`: the distances, ascending, at which it is made or needed. 0: it waits for a later one;
-    None: it is not there yet, or has had its last."""
+    """Counts by how many ranks to move tensors on, when a ring comes to the distance `at` from the rank that
+    they are of; ranks that do not need them are left out. `stops`: the distances, ascending, at which they
+    are made or needed. At a stop: as many as from the stop before; between stops 0, they wait; None where
+    there is nothing to move: up to the first stop, and behind the last."""
     before, after = [stop for stop in stops if stop < at], [stop for stop in stops if stop >= at]
     if not before or not after:
         return None

@@ -134,8 +134,8 @@ class Model(Parameters):
         self.meet(None)
 
     def meet(self, packed: Packed | None) -> None:
-        """Says which tokens the rows of a batch are, and which of them meet: those of a sequence, or with
-        documents, `packed`, of one document."""
+        """Sets what the units' attention knows of a batch: the tokens that its rows are, and which of them
+        meet: those of a sequence, or where documents are `packed`, those of a document."""
         cfg, tp, p, (B, _) = self.cfg, self.mesh.weights, self.swap.placement, self.shape
         self.packed, order, positions = packed, self.order, self.order.positions()
         self.lengths = [*map(len, positions)]
@@ -158,7 +158,7 @@ class Model(Parameters):
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
             s.meetings = meetings(i, *tokens)
             for meeting in s.meetings if by_lengths else ():
-                meeting.own_tiles(self.mesh.tokens.rank)  # now: their lengths take memory in no segment
+                meeting.own_tiles(self.mesh.tokens.rank)  # now: in a unit's work all memory is planned
             s.turn = self.turn[i]
             if s.turn is not None and p.several and end - first < p.cuts[i]:
                 s.turn = part_of(i, first, end)

@@ -40,7 +40,8 @@ def message_faults(host: Axis) -> list[str]:
         gather=(host.gather(own()), torch.stack(every)), sum=(host.sum(own()), total),
         scatter_sum=(host.scatter_sum(own()), total[me]),
         exchange=(host.exchange(own()), torch.stack([theirs[me] for theirs in every])),
-        shift=(host.shift(own()).wait()[0], every[me - 1]),
+        **{f"shift by {by}": (host.shift(own(), by=by).wait()[0], every[me - by])
+           for by in sorted({1, n // 2 or 1})},
         broadcast=(host.start_broadcast(own(), owner).wait(), every[owner]),
         max=(torch.tensor(host.max(float(me), -float(me))), torch.tensor([n - 1.0, 0.0])))
     reduced = host.start_reduce(own(), owner).wait()
