@@ -12,6 +12,9 @@ import random
 import resource
 from pathlib import Path
 
+import torch._dynamo.config  # noqa: F401 - with transformers seconds, here once for all cases
+import transformers.models.auto  # noqa: F401
+
 from bench.machine import machine
 from memo.system.command import run
 from memo.verify.__main__ import main as verify

@@ -50,7 +50,7 @@ def test_full_keeps_widths_and_says_what_it_cuts():
     cfg = Config(n_embd=128, n_head=4, vocab_size=1000, block_size=65536, n_layer=12)
     cut = shrink(cfg, 1, full=True)
     assert (cut.cfg.n_embd, cut.cfg.vocab_size) == (128, 1000)
-    assert cut.words == ["n_layer 12 -> 4", "block_size 65536 -> 1536"]
+    assert cut.words == ["n_layer 12 -> 3", "block_size 65536 -> 1536"]
 
 
 @pytest.mark.parametrize("before,after", [

@@ -25,7 +25,7 @@ from memo.verify import mechanics, training
 from memo.verify.compare import Finding, factor_words, largest, none_of, place_of, relative, within, worst_of
 from memo.verify.ranks import Told
 from memo.verify.reference import Reference
-from memo.verify.shrink import PLAIN, UNIT_ROWS, Cut
+from memo.verify.shrink import PLAIN, UNIT_ROWS, UNPLANNED, Cut
 from memo.verify.steps import Opened, Part, Read, Tensors, make_data, together, weights
 
 # Relative bounds. fp32 has 24 bits, 6e-8: sums of a few thousand products err by 1e-6, layers by a few
@@ -64,6 +64,7 @@ class Checks:
         self.loss = self.norm = self.clip = 0.0  # in fp64, of the first step
         self.exact, self.wanted = Tensors(), Tensors()  # its gradients: in fp64, of one plain process
         self.reads = list[Read]()  # what this process has read
+        self.model: Reference  # of the first rank, with the gradients of the first step
 
     def run(self) -> None:
         """Runs all checks, up to the first that is wrong."""
@@ -95,11 +96,11 @@ class Checks:
         """Opens a run of all ranks, or `alone` of the first, of one process."""
         host = Axis("host", line="all ranks") if alone else self.host
         cfg = replace(self.cfg, **PLAIN if alone else {}, grad_clip=self.clip)
-        return Opened(replace(cfg, **keys), self.folder / name, host, self.weights)
+        return Opened(replace(cfg, **keys), self.folder / name, host, self.weights, name == "as usual")
 
-    def reference(self) -> Reference:
+    def reference(self, weights: Tensors) -> Reference:
         """Makes the model in fp64."""
-        return Reference(self.plain, torch.float64).load(self.weights.items())
+        return Reference(self.plain, torch.float64).load(weights.items())
 
     def gather(self, parts: list[Part], check: str, what: str) -> Tensors:
         """Puts all ranks' Parts together, on the first rank; {} on others, and where they do not fit."""
@@ -150,9 +151,9 @@ class Checks:
             loss, norm = opened.step()
             self.wanted, self.reads = together(self.plain, 1, [opened.gradients()]), opened.reads
             opened.run.close()
-            model, batches = self.reference(), [read.batch for read in self.reads]
-            self.loss = training.mean_loss(model, batches)
-            self.exact = model.gradients()
+            model, batches = self.reference(self.weights), [read.batch for read in self.reads]
+            self.loss, self.model = training.mean_loss(model, batches), model
+            self.exact = {name: g.clone() for name, g in model.gradients().items()}
             self.norm = math.sqrt(sum(g.square().sum().item() for g in self.exact.values()))
             self.compare("reference", "gradients of one process", self.wanted, self.exact, FROM_FP64)
             self.compare_number("reference", "the loss", loss, self.loss, LOSS)
@@ -160,7 +161,7 @@ class Checks:
             dead = [f"gradient of {place_of(name)} is zero" for name, g in self.wanted.items() if not g.any()]
             self.say(none_of("alive", dead, f"gradients of {len(self.wanted)} parameters"))
             with torch.no_grad():
-                first = training.mean_loss(model.load(drawn.items()), batches)
+                first = training.mean_loss(self.reference(drawn), batches[:1])
             expected = math.log(self.cfg.vocab_size)
             self.say(within("alive", "first loss from ln V", abs(first - expected), NEAR_LN_V,
                             f"the first loss is {first:.4f}, far from ln V = {expected:.4f}"))
@@ -275,7 +276,9 @@ class Checks:
         sent = opened.run.mesh.take_sent_bytes()
         shared = sum(len(part[3]) for part in own if self.split_dims[part[0]] is None)
         batches = [ends for (split, step, _), ends in opened.ends.items() if (split, step) == ("train", 0)]
-        expected = mechanics.expected_bytes(cfg, batches, shared)
+        split = {name: self.weights[name].numel() for name, dim in self.split_dims.items()
+                 if dim is not None and name.startswith("h.")}
+        expected = mechanics.expected_bytes(cfg, batches, shared, split)
         self.faults("layout", [f"axis {name} has sent {factor_words(sent[name], want, self.degrees)}: "
                                f"{sent[name]} bytes, by the formula {want:.0f}"
                                for name, want in expected.items() if abs(sent[name] - want) > 1e-4 * want],
@@ -287,7 +290,7 @@ class Checks:
             return
         kind = "fp8" if self.low.get("matmul") == "fp8" else "bf16"
         self.stage(f"layout, in {kind}")
-        opened = self.open(kind, **self.low, **self.variants["as usual"])
+        opened = self.open(kind, **self.low, **self.variants["as usual"] | UNPLANNED)
         loss, _ = opened.step()
         got, before = self.gather(opened.gradients(), "layout", "gradient"), opened.copies()
         opened.run.optimizer.step(0.05)  # a step that bf16 can show
@@ -324,8 +327,8 @@ class Checks:
     def optimizer(self, metrics: list[dict[str, Any]], states: Mapping[str, Tensors],
                   whole: training.Batches) -> Reference:
         """Compares three steps with AdamW in fp64 -> the model that it has trained."""
-        model, faults = self.reference(), training.odd_rates(self.asked)
-        trained = training.Trained(replace(self.cfg, grad_clip=self.clip), model)
+        model, faults = self.model, training.odd_rates(self.asked)
+        trained = training.Trained(replace(self.cfg, grad_clip=self.clip), model, self.loss)
         for it, shown in enumerate(metrics):
             wanted = {}
             if shown.get("val_loss") is not None:
@@ -351,7 +354,7 @@ class Checks:
         for to in ("resumed", "alone") if self.first else ():
             training.without_newest(opened.run.out, self.folder / to)
         self.stage("resume")
-        again = self.open("resumed", **self.variants["as usual"], init_from="resume")
+        again = self.open("resumed", **self.variants["as usual"] | UNPLANNED, init_from="resume")
         shown, other = again.train(), again.states()
         last = [read for read in opened.reads if read.key[1] == 2 or read.key[0] == "val"]
         same = [torch.equal(a.batch, b.batch) for a, b in zip(last[-len(again.reads):], again.reads,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
+import memo.checkpoint.dcp  # noqa: F401 - a second, here once for all ranks
 from memo.errors import ConfigError, RunFailed, reason
 from memo.system.axis import Axis
 from memo.system.command import progress

@@ -8,11 +8,14 @@ from memo.config.config import Config
 from memo.config.keys import Keys
 
 MOST_RANKS = 8
-MOST_TOKENS = 4096  # where units want more of them, rows are split more finely
+# where units want more tokens, rows are split more finely: of 8192 eight ranks would take 240 s of CPU and
+# more, of which attention in fp64 alone takes 80
+MOST_TOKENS = 4096
 UNIT_ROWS, FINE_ROWS = 256, 32  # rows are swapped in multiples of UNIT_ROWS: see layer.SPLIT_ROWS
 LEAST_TOKENS = 1536  # more than the head takes at once
+UNPLANNED: Keys = dict(memory_plan="off", memory_plan_check=False, solver="auto")  # a plan takes seconds
 # of one process: what is left of a config without them is the model
-PLAIN: Keys = dict(tp=1, cp=1, pp=1, msp=False, tensor_parallel="megatron", head_groups="auto",
+PLAIN: Keys = UNPLANNED | dict(tp=1, cp=1, pp=1, msp=False, tensor_parallel="megatron", head_groups="auto",
                    context_parallel="ring", subsequences=1, subsequence_cut="auto", unit_order="auto",
                    states="device", optimizer_device="auto", activation="keep", alpha="auto")
 
@@ -78,7 +81,7 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
     keys: Keys = {name: degrees[name] for name in ("tp", "cp", "pp")}
     most = max(3, degrees["pp"]) if cfg.msp else 3
     keys["subsequences"] = min(N, most) if N != "auto" else most if cfg.msp else N
-    wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] in (1, "auto") else 3
+    wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] == 1 else 3
     keys |= dict(n_layer=min(cfg.n_layer, wanted), batch_size=min(cfg.batch_size, 2))
     if cfg.gradient_accumulation_steps != "auto":
         keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])

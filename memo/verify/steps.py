@@ -3,6 +3,7 @@ is not the run's own."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -92,12 +93,14 @@ def of_stage(values: Tensors, cfg: Layout, *_: object) -> list[tuple[str, torch.
 
 
 class Opened:
-    """Holds a Run of train.set_up(), which starts from `values`, and a record of what it reads."""
+    """Holds a Run of train.set_up(), which starts from `values`, and a record of what it reads. `estimated`:
+    with the run's own estimate, which takes seconds."""
 
-    def __init__(self, cfg: Config, out: Path, host: Axis, values: Tensors) -> None:
+    def __init__(self, cfg: Config, out: Path, host: Axis, values: Tensors, estimated: bool) -> None:
         argv = [f"--{name}={value}" for name, value in as_keys(replace(cfg, out_dir=str(out))).items()]
         launch = Launch(host.rank, host.size, host.rank, host.size)
-        with patch("train.initial_weights", partial(of_stage, values)), NO_PICTURE:
+        no_estimate = nullcontext() if estimated else patch("memo.run.prepare.expect", return_value=None)
+        with patch("train.initial_weights", partial(of_stage, values)), NO_PICTURE, no_estimate:
             self.run: Run = train.set_up([*argv, "--force"], launch, host)
         self.values, self.reads, draw = values, list[Read](), self.run.data.draw
         self.ends: dict[tuple[str, int, int], Sequence[Sequence[int]]] = {}  # of documents, of each batch

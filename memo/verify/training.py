@@ -129,10 +129,10 @@ def mean_loss(model: Reference, batches: list[torch.Tensor]) -> float:
 
 
 class Trained:
-    """Trains a reference by torch's AdamW: in fp64, as it is itself."""
+    """Trains a reference, which has gradients and `loss` of the first step, by torch's AdamW, in fp64."""
 
-    def __init__(self, cfg: Config, model: Reference) -> None:
-        self.cfg, self.model, self.parameters = cfg, model, model.memo_names()
+    def __init__(self, cfg: Config, model: Reference, loss: float) -> None:
+        self.cfg, self.model, self.loss, self.parameters = cfg, model, loss, model.memo_names()
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
         groups = [dict(params=[p for p in model.parameters() if (p.dim() > 1) == matrices],
                        weight_decay=cfg.weight_decay * matrices) for matrices in (True, False)]
@@ -143,11 +143,12 @@ class Trained:
         lr = scheduled(self.cfg, it)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.model.zero_grad()
-        loss = mean_loss(self.model, batches)
+        if it > 0:
+            self.model.zero_grad()
+            self.loss = mean_loss(self.model, batches)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip or math.inf)
         self.adamw.step()
-        return dict(loss=loss, grad_norm=norm.item(), lr=lr)
+        return dict(loss=self.loss, grad_norm=norm.item(), lr=lr)
 
     def error(self, what: str, name: str, got: torch.Tensor) -> float:
         """Computes the relative error of a moment, or of how far weights have moved."""
