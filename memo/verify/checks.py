@@ -30,8 +30,9 @@ from memo.verify.steps import Opened, Part, Read, Tensors, make_data, together, 
 
 # Relative bounds. fp32 has 24 bits, 6e-8: sums of a few thousand products err by 1e-6, layers by a few
 GRADIENT, LOSS = 1e-5, 2e-6
-# those of q and k are differences of near equal terms at first weights: up to 1.1e-5 with learned positions
-FROM_FP64 = 2e-5
+# of one process. In front of a softmax a gradient is the sum of what differs from its mean over all keys: the
+# more layers have mixed the tokens, the less differs. q, k of 8 layers were off by 1.1e-5, all else by 2e-6
+FROM_FP64 = {"gradients of q and k": 2e-5, "other gradients": 5e-6}
 # bf16 has 8 bits, 4e-3: each of some ten roundings on the way to a gradient adds, e4m3's 6e-2 more so
 LOW = dict(bf16=(5e-2, 2e-3), fp8=(0.4, 5e-3))  # of gradients, of the loss: bench/results/verify_fuzz.json
 # moments are linear in gradients and their squares; a step divides by a root, so that signs of noise count
@@ -155,7 +156,10 @@ class Checks:
             self.loss, self.model = training.mean_loss(model, batches), model
             self.exact = {name: g.clone() for name, g in model.gradients().items()}
             self.norm = math.sqrt(sum(g.square().sum().item() for g in self.exact.values()))
-            self.compare("reference", "gradients of one process", self.wanted, self.exact, FROM_FP64)
+            for what, bound in FROM_FP64.items():
+                some = {name: g for name, g in self.exact.items()
+                        if (name.rpartition(".")[2][:2] in ("q_", "k_")) == what.endswith("q and k")}
+                self.compare("reference", f"{what} of one process", self.wanted, some, bound)
             self.compare_number("reference", "the loss", loss, self.loss, LOSS)
             self.compare_number("reference", "the norm that clips", norm, self.norm, GRADIENT)
             dead = [f"gradient of {place_of(name)} is zero" for name, g in self.wanted.items() if not g.any()]
@@ -171,7 +175,10 @@ class Checks:
 
     def as_usual(self) -> None:
         """Checks the layout as it is: a step, memory, three steps of training."""
-        opened = self.layout("as usual")
+        opened = self.open("as usual", **self.variants["as usual"])
+        self.layout(opened, "as usual")
+        opened.run.optimizer.step(0.0)
+        opened.restart()
         self.memory(opened)
         self.three_steps(opened)
         opened.run.close()
@@ -179,17 +186,17 @@ class Checks:
     def in_small_pieces(self) -> None:
         """Checks the layout in pieces as small as a long run's are: a step, modes, influence."""
         mechanics.lower_thresholds(self.cfg, self.split)
-        opened = self.layout("in small pieces")
+        opened = self.open("in small pieces", **self.variants["in small pieces"])
         self.modes(opened)
         self.stage("influence")
         self.faults("influence", mechanics.influence_faults(opened.run.model, self.cfg, self.host.rank),
                     "before a changed token all bits stay, behind it all rows change")
         opened.run.close()
 
-    def layout(self, name: str) -> Opened:
-        """Opens a layout; compares its loss, gradients and norm with those of one plain process."""
+    def layout(self, opened: Opened, name: str) -> tuple[tuple[float, float], list[Part]]:
+        """Compares the first step with that of one plain process: loss, gradients, norm -> ((loss, norm),
+        this rank's gradients)."""
         self.stage(f"layout, {name}")
-        opened = self.open(name, **self.variants[name])
         loss, norm = opened.step()
         parts = opened.gradients()
         self.data(opened, {0})
@@ -202,9 +209,7 @@ class Checks:
         self.compare_number("layout", "the loss shown", loss, self.loss, 2 * LOSS)
         self.compare_number("layout", "the norm that clips", norm, self.norm, GRADIENT)
         self.say(none_of("layout", odd, "all ranks show the same loss"))
-        opened.run.optimizer.step(0.0)
-        opened.restart()
-        return opened
+        return (loss, norm), parts
 
     def memory(self, opened: Opened) -> None:
         """Compares the bytes of each region that the run holds with its own estimate."""
@@ -242,10 +247,14 @@ class Checks:
     # --- modes, precision ---
 
     def modes(self, opened: Opened) -> None:
-        """Compares a step of each mode, where streams are slow two, with those of keep, bit by bit."""
+        """Compares a step of each mode, where streams are slow two, with those of keep, bit by bit; the first
+        one of keep as the layout's."""
         kept = list[tuple[str, torch.Tensor]]()
         model, cfg = opened.run.model, opened.run.cfg
         if cfg.msp:  # stages help each other as if it were faster, which it may not be here
+            self.layout(opened, "in small pieces, with help")
+            opened.run.optimizer.step(0.0)
+            opened.restart()
             cfg = model.cfg = replace(cfg, msp=False, shares=even_shares(cfg))
             open_lanes(model.mesh, cfg.shares, model.device)
         for name, placement, how in mechanics.placements(cfg, model.dtype.itemsize):
@@ -254,13 +263,13 @@ class Checks:
             found = list[tuple[str, torch.Tensor]]()
             for it in range(1 + (name == "keep" or "slow" in name)):
                 model.mesh.take_sent_bytes()
-                found.append(("the loss", torch.tensor(opened.step(it))))
-                own = opened.gradients()
-                found += [(f"gradient of {place_of(part[0])}", part[3]) for part in own]
-                if not kept and it == 0:  # with what no other layout has, as stages that help
+                if kept or it > 0:
+                    shown, own = opened.step(it), opened.gradients()
+                else:
+                    shown, own = self.layout(opened, "in small pieces")
                     self.sent(opened, cfg, own)
-                    got = self.gather(own, "layout", "gradient")
-                    self.compare("layout", "gradients with activation=keep", got, self.wanted, GRADIENT)
+                found.append(("the loss", torch.tensor(shown)))
+                found += [(f"gradient of {place_of(part[0])}", part[3]) for part in own]
                 opened.run.optimizer.step(self.cfg.learning_rate)
             opened.restart()
             kept = kept or found

@@ -71,7 +71,8 @@ def uneven(p: Placement, tensors: dict[str, Tensor]) -> Placement:
 
 
 def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str]]:
-    """Yields (mode, where it places activations, which streams are slow): keep first."""
+    """Yields (mode, where it places activations, which streams are slow, and whether memory is planned): keep
+    first."""
     alpha = 0.5 if cfg.alpha == "auto" else cfg.alpha
 
     def placed(mode: str, alpha: float | str = "auto", **way: str) -> tuple[Placement, dict[str, Tensor]]:
@@ -88,7 +89,7 @@ def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str
         yield "swap, half stays", replace(swapped, stays=stays), ""
     ways, last = ([*ways_of(replace(cfg, activation="memo", stage=k))] for k in (cfg.stage, cfg.pp - 1))
     p, tensors = placed("memo", alpha, **ways[0])
-    for more, how in (("", "plan"), (", slow copies", "copies"), (", slow compute", "compute")):
+    for more, how in ((", slow copies", "plan copies"), (", slow compute", "compute")):
         yield f"memo at alpha {alpha}{more}", p, how
     yield "memo at an alpha for each tensor", uneven(p, tensors), ""
     for i, told in enumerate(last[1:], 1):  # a stage without the head has fewer
@@ -97,14 +98,14 @@ def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str
 
 
 def place(model: Model, cfg: Layout, placement: Placement, how: str) -> None:
-    """Takes memory as a placement says, until the next one; `how` streams are slow, or there is a plan."""
+    """Takes memory as a placement says, until the next one. `how`: see placements()."""
     vars(model).pop("work_of", None)
     model.arena.close()
     model.arena = NoArena()
     model.reserve(cfg.batch_size, cfg.block_size // cfg.cp, placement)
-    if how == "plan":
+    if "plan" in how:
         plan_memory(cfg, model)
-    if how in ("copies", "compute"):
+    if how:
         # a GPU's stream pauses by itself: the host has launched all of it before
         pause = partial(torch.cuda._sleep, 2 * 10**7) if model.device.type == "cuda" else partial(
             time.sleep, SLOW_S)
