@@ -285,8 +285,8 @@ class Checks:
         sent = opened.run.mesh.take_sent_bytes()
         shared = sum(len(part[3]) for part in own if self.split_dims[part[0]] is None)
         batches = [ends for (split, step, _), ends in opened.ends.items() if (split, step) == ("train", 0)]
-        split = {name: self.weights[name].numel() for name, dim in self.split_dims.items()
-                 if dim is not None and name.startswith("h.")}
+        split = {name.removeprefix("h.0."): self.weights[name].numel()
+                 for name, dim in self.split_dims.items() if dim is not None and name.startswith("h.0.")}
         expected = mechanics.expected_bytes(cfg, batches, shared, split)
         self.faults("layout", [f"axis {name} has sent {factor_words(sent[name], want, self.degrees)}: "
                                f"{sent[name]} bytes, by the formula {want:.0f}"

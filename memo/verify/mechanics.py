@@ -4,11 +4,10 @@ activations, slow streams, the outputs of single tokens."""
 import math
 import sys
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -213,17 +212,15 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
 def hops_by_subsequences(cfg: Layout, ends: Sequence[Sequence[int]]) -> list[int]:
     """Counts the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
     between ranks with tokens of one document, of which the later ones are in that subsequence."""
-    starts = [*accumulate(lengths := subsequence_lengths(cfg), initial=0)]
-    ranks = cfg.cp * (cfg.tp if cfg.metp else 1)
-    # the first token of each, its subsequence, and who has it
-    chunks = [(start + k * n // (2 * ranks), i, min(k, 2 * ranks - 1 - k))
-              for i, (start, n) in enumerate(zip(starts, lengths, strict=False)) for k in range(2 * ranks)]
-    edges = [*(first for first, *_ in chunks), cfg.block_size]
+    lengths, ranks = subsequence_lengths(cfg), cfg.cp * (cfg.tp if cfg.metp else 1)
+    # of each token its subsequence, which of the chunks that are dealt out there and back, and who has it
+    places = [(i, k, min(k, 2 * ranks - 1 - k)) for i, n in enumerate(lengths) for k in range(2 * ranks)
+              for _ in range(n // (2 * ranks))]
     needed = [set[int]() for _ in lengths]
     for of in ends:
         for first, end in pairwise((0, *of)):
-            mine = chunks[bisect_right(edges, first) - 1:bisect_left(edges, end)]
-            for n, (_, i, rank) in enumerate(mine):
+            mine = [*dict.fromkeys(places[first:end])]
+            for n, (i, _, rank) in enumerate(mine):
                 needed[i] |= {(rank - other) % ranks for *_, other in mine[:n]}
     return [len(distances - {0}) for distances in needed]
 
@@ -232,38 +229,39 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
                    split: dict[str, int]) -> dict[str, float]:
     """Computes {axis: bytes that a rank sends in a step's passes} with activation=keep, where there is a
     formula. `batches`: of each micro batch of this rank the ends of documents; `shared`: elements that a rank
-    owns of what all tp ranks hold; `split`: {name: elements} of what they share out."""
-    tp, cp, L, micros, N = cfg.tp, cfg.cp, len(cfg.layers), len(batches), cfg.n_subsequences
+    owns of what all tp ranks hold; `split`: {name: elements} of what they share out in a layer."""
+    if cfg.shares:  # stages that help send what others have
+        return {}
+    tp, cp, N, units = cfg.tp, cfg.cp, cfg.n_subsequences, len(cfg.layers) * len(batches)
     H, Hkv, heads = cfg.n_head // tp, cfg.kv_heads // tp, layer.group_heads(cfg, cfg.block_size)
     rows = cfg.batch_size * cfg.block_size // cp
-    x, head, lse = (4 * rows * width for width in (cfg.n_embd, cfg.head_width, H))
-    # keys go to each group of heads that reads them; with several subsequences they stay, or go once
+    x, q, kv, lse = (4 * rows * width for width in (
+        cfg.n_embd, H * cfg.head_width, 2 * cfg.kv_heads * cfg.head_width // tp, H))
+    # keys go to each group of heads that reads them; of several subsequences they stay, or go once
     groups = max(1, cfg.n_head // cfg.kv_heads // heads) if N == 1 else 1
-    found = dict[str, float]()
-    matrices = dict(tp=0.0, hops=0.0)  # METP's: there in both passes, and their gradients back
-    for name, elements in split.items() if cfg.metp and not cfg.shares else ():
-        of = name.rpartition(".")[2]
-        matrices["tp" if of[:2] in ("q_", "k_", "v_", "pr") else "hops"] += (
-            3 * 4 * N * micros * elements * (groups if of[:2] in ("k_", "v_") else 1))
-    if tp > 1 and matrices["hops"]:
-        found["hops"] = (tp - 1) / tp * matrices["hops"]
-    # with documents the head takes learned rows alone
-    if tp > 1 and cfg.pp == 1 and not cfg.documents:
-        # 4 messages of x at the edges, 4 in a layer's forward, 6 in its backward; sums of softmax and norm
-        layers = matrices["tp"] if cfg.metp else micros * 10 * L * x
-        found["tp"] = (tp - 1) / tp * (layers + micros * (4 * x + 4 * rows * (tp + 2)) + 8 * shared)
-    if cp > 1 and cfg.context_parallel == "ulysses" and not cfg.shares:
+    found, in_layers = dict[str, float](), 10 * x  # 4 messages of x in a layer's forward, 6 in its backward
+    if cfg.metp and tp > 1:  # matrices come in both passes, and their gradients go back
+        sent = dict(tp=0, hops=0)
+        for name, elements in split.items():
+            kind = name.partition("_")[0]
+            sent["tp" if kind in ("q", "k", "v", "proj") else "hops"] += 3 * 4 * N * elements * (
+                groups if kind in ("k", "v") else 1)
+        in_layers, found["hops"] = sent["tp"], (tp - 1) / tp * units * sent["hops"]
+    if tp > 1 and cfg.pp == 1 and not cfg.documents:  # with documents the head takes learned rows alone
+        # 4 messages of x at the edges; sums of softmax and norm
+        edges = len(batches) * (4 * x + 4 * rows * (tp + 2)) + 8 * shared
+        found["tp"] = (tp - 1) / tp * (units * in_layers + edges)
+    if cp > 1 and cfg.context_parallel == "ulysses":
         # q and out; q, out and their gradients: of each rank the heads of another; heads of keys that do not
         # suffice for all go to several; those of one piece go again in the backward
         turns = H // heads if N == 1 else 1
-        keys = 2 * turns * math.lcm(max(1, Hkv // turns), cp) * (3 if N == 1 else 2)
-        found["cp"] = L * micros * (cp - 1) / cp * (6 * H + keys) * head
-    elif not cfg.shares and (cp > 1 or (cfg.metp and tp > 1)):
+        copies = turns * math.lcm(max(1, Hkv // turns), cp) / Hkv
+        found["cp"] = (cp - 1) / cp * units * (6 * q + (3 if N == 1 else 2) * copies * kv)
+    elif cp > 1 or (cfg.metp and tp > 1):
         # keys and values go round, and in the backward again, with their gradients; of several subsequences
         # queries leave, outputs come back, and their gradients
-        q, kv = H * head, 2 * cfg.kv_heads * head // tp
         each = 3 * kv * groups if N == 1 else (q + q + lse) + (3 * q + lse + q)
         parts = [n / cfg.block_size for n in subsequence_lengths(cfg)]
-        found["cp"] = L * each * sum(part * hops for ends in batches for part, hops in zip(
+        found["cp"] = len(cfg.layers) * each * sum(part * hops for ends in batches for part, hops in zip(
             parts, hops_by_subsequences(cfg, ends), strict=True))
     return found
