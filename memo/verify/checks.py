@@ -189,7 +189,8 @@ class Checks:
         opened = self.open("in small pieces", **self.variants["in small pieces"])
         self.modes(opened)
         self.stage("influence")
-        self.faults("influence", mechanics.influence_faults(opened.run.model, self.cfg, self.host.rank),
+        batch = train.batch(opened.run, "train", 0, 0)
+        self.faults("influence", mechanics.influence_faults(opened.run.model, batch, self.host.rank),
                     "before a changed token all bits stay, behind it all rows change")
         opened.run.close()
 

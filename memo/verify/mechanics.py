@@ -17,7 +17,7 @@ from memo.config.layer import Tensor, groups_of
 from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.where import Room, place_rows, problem_of, ways_of
 from memo.kernels.attention import resolve_attention
-from memo.layer.tiles import Packed
+from memo.layer.tiles import Batch
 from memo.memory.placement import Placement, rows
 from memo.planner.allocator import NoArena
 from memo.run.reserve import plan_memory
@@ -124,19 +124,6 @@ def slowed(work_of: Callable[..., Work], compute: bool, pause: Callable[[], obje
     return label, late, *arguments
 
 
-def draw_documents(cfg: Config, g: torch.Generator) -> tuple[list[tuple[int, ...]], torch.Tensor]:
-    """Draws (ends of the documents in each sequence: one is a token where chunks meet, behind the last is
-    padding; the first token that each token sees (B, S)). Without documents a sequence is one."""
-    B, S, ends = cfg.batch_size, cfg.block_size, list[tuple[int, ...]]()
-    first, end = torch.zeros(B, S, dtype=torch.int64), S - S // 16
-    for b in range(B if cfg.documents else 0):
-        borders = sorted({S // 2, S // 2 + 1, *torch.randint(1, end, (3,), generator=g).tolist()})
-        ends.append((*borders, end))
-        first[b, borders] = torch.tensor(borders)
-        first[b, end:] = torch.arange(end, S)
-    return ends, first.cummax(1).values
-
-
 def outputs(model: Model, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Lists by subsequences (token, sequence, last layer's output) of own rows of (B, T) tokens; nothing of a
     stage that has no head."""
@@ -148,21 +135,20 @@ def outputs(model: Model, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torc
     return found
 
 
-def influence_faults(model: Model, cfg: Config, rank: int) -> list[str]:
-    """Changes single tokens of the first sequence -> outputs that change but must not, or do not but must, in
-    words."""
-    S, g, faults = cfg.block_size, torch.Generator().manual_seed(cfg.seed), list[str]()
-    own, tokens = torch.cat(model.order.positions()), torch.randint(
-        cfg.vocab_size, (cfg.batch_size, S), generator=g)
-    ends, first = draw_documents(cfg, g)
-    if ends:
-        model.meet(Packed((torch.arange(S) - first)[:, own].to(model.device), tuple(ends)))
-    before = outputs(model, tokens[:, own])
-    for place in (0, S // 2, S - 2, int(torch.randint(1, S - 1, (), generator=g))):
-        changed = tokens.clone()
-        changed[0, place] = (changed[0, place] + 1) % cfg.vocab_size
-        for (at, of, old), (_, _, new) in zip(before, outputs(model, changed[:, own]), strict=True):
-            sees = (of == 0) & (at >= place) & (first[0, at] == first[0, place])
+def influence_faults(model: Model, batch: Batch, rank: int) -> list[str]:
+    """Changes single tokens of a batch's first sequence -> outputs that change but must not, or do not but
+    must, in words."""
+    S, own, faults = model.cfg.block_size, torch.cat(model.order.positions()), list[str]()
+    model.meet(batch.packed)
+    ends = torch.tensor(batch.packed.ends[0] if batch.packed else [S])
+    of_token = torch.bucketize(torch.arange(S), ends, right=True)  # the number of its document
+    of_token[ends[-1]:] = -torch.arange(ends[-1], S)  # padding sees itself
+    before = outputs(model, batch.tokens)
+    for place in sorted({0, S // 2, S - 2, int(ends[0]) % S}):
+        changed = batch.tokens.clone()
+        changed[0, own == place] = (changed[0, own == place] + 1) % model.cfg.vocab_size
+        for (at, of, old), (_, _, new) in zip(before, outputs(model, changed), strict=True):
+            sees = (of == 0) & (at >= place) & (of_token[at] == of_token[place])
             moved = (old != new).any(1)
             faults += [f"token {place} is changed, and the output at {at[row].item()} of sequence "
                        f"{of[row].item()}, which {'sees' if sees[row] else 'must not see'} it, "
