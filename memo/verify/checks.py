@@ -60,8 +60,7 @@ class Checks:
         self.split_dims = {name: p.split_dim for name, p in model_parameters(self.plain).items()}
         self.weights = weights(self.plain)
         # where N is left to the run, it is verified with 1 and with 3
-        pieces = [dict(subsequences=n) if cfg.subsequences == "auto" else {} for n in (1, 3)]
-        self.variants: dict[str, Keys] = dict(zip(("as usual", "in small pieces"), pieces, strict=True))
+        self.usual, self.small = (Keys(subsequences=n) if cfg.subsequences == "auto" else {} for n in (1, 3))
         self.loss = self.norm = self.clip = 0.0  # in fp64, of the first step
         self.exact, self.wanted = Tensors(), Tensors()  # its gradients: in fp64, of one plain process
         self.reads = list[Read]()  # what this process has read
@@ -175,9 +174,8 @@ class Checks:
 
     def as_usual(self) -> None:
         """Checks the layout as it is: a step, memory, three steps of training."""
-        opened = self.open("as usual", **self.variants["as usual"])
+        opened = self.open("as usual", **self.usual)
         self.layout(opened, "as usual")
-        opened.run.optimizer.step(0.0)
         opened.restart()
         self.memory(opened)
         self.three_steps(opened)
@@ -186,7 +184,7 @@ class Checks:
     def in_small_pieces(self) -> None:
         """Checks the layout in pieces as small as a long run's are: a step, modes, influence."""
         mechanics.lower_thresholds(self.cfg, self.split)
-        opened = self.open("in small pieces", **self.variants["in small pieces"])
+        opened = self.open("in small pieces", **self.small)
         self.modes(opened)
         self.stage("influence")
         batch = train.batch(opened.run, "train", 0, 0)
@@ -203,13 +201,12 @@ class Checks:
         self.data(opened, {0})
         self.stage(f"layout, {name}")
         shown = self.told.share((loss, norm))
-        odd = [f"ranks 0 and {rank} show other losses or norms: {shown[0]} and {pair}"
-               for rank, pair in enumerate(shown) if pair != shown[0]]
         got = self.gather(parts, "layout", "gradient")
         self.compare("layout", f"gradients {name}", got, self.wanted, GRADIENT)
         self.compare_number("layout", "the loss shown", loss, self.loss, 2 * LOSS)
         self.compare_number("layout", "the norm that clips", norm, self.norm, GRADIENT)
-        self.say(none_of("layout", odd, "all ranks show the same loss"))
+        self.say(none_of("layout", [f"ranks show other losses or norms: {shown}"] * (len({*shown}) > 1),
+                         "all ranks show the same loss"))
         return (loss, norm), parts
 
     def memory(self, opened: Opened) -> None:
@@ -254,7 +251,6 @@ class Checks:
         model, cfg = opened.run.model, opened.run.cfg
         if cfg.msp:  # stages help each other as if it were faster, which it may not be here
             self.layout(opened, "in small pieces, with help")
-            opened.run.optimizer.step(0.0)
             opened.restart()
             cfg = model.cfg = replace(cfg, msp=False, shares=even_shares(cfg))
             open_lanes(model.mesh, cfg.shares, model.device)
@@ -263,6 +259,8 @@ class Checks:
             mechanics.place(model, cfg, placement, how)
             found = list[tuple[str, torch.Tensor]]()
             for it in range(1 + (name == "keep" or "slow" in name)):
+                if it > 0:
+                    opened.run.optimizer.step(self.cfg.learning_rate)
                 model.mesh.take_sent_bytes()
                 if kept or it > 0:
                     shown, own = opened.step(it), opened.gradients()
@@ -271,7 +269,6 @@ class Checks:
                     self.sent(opened, cfg, own)
                 found.append(("the loss", torch.tensor(shown)))
                 found += [(f"gradient of {place_of(part[0])}", part[3]) for part in own]
-                opened.run.optimizer.step(self.cfg.learning_rate)
             opened.restart()
             kept = kept or found
             worst = largest((relative(a, b) or 1e-12, where) for (where, a), (_, b) in
@@ -300,7 +297,7 @@ class Checks:
             return
         kind = "fp8" if self.low.get("matmul") == "fp8" else "bf16"
         self.stage(f"layout, in {kind}")
-        opened = self.open(kind, **self.low, **self.variants["as usual"] | UNPLANNED)
+        opened = self.open(kind, **self.low, **self.usual | UNPLANNED)
         loss, _ = opened.step()
         got, before = self.gather(opened.gradients(), "layout", "gradient"), opened.copies()
         opened.run.optimizer.step(0.05)  # a step that bf16 can show
@@ -364,7 +361,7 @@ class Checks:
         for to in ("resumed", "alone") if self.first else ():
             training.without_newest(opened.run.out, self.folder / to)
         self.stage("resume")
-        again = self.open("resumed", **self.variants["as usual"] | UNPLANNED, init_from="resume")
+        again = self.open("resumed", **self.usual | UNPLANNED, init_from="resume")
         shown, other = again.train(), again.states()
         last = [read for read in opened.reads if read.key[1] == 2 or read.key[0] == "val"]
         same = [torch.equal(a.batch, b.batch) for a, b in zip(last[-len(again.reads):], again.reads,

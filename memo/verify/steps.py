@@ -126,8 +126,9 @@ class Opened:
         return loss.item(), norm.item()
 
     def restart(self) -> None:
-        """Goes back to the weights of the start, as if no step had been taken."""
+        """Ends a step, and goes back to the weights of the start, as if none had been taken."""
         optimizer = self.run.optimizer
+        optimizer.step(0.0)
         optimizer.pieces()  # behind the last step
         for state in (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.steps):
             state.zero_()

@@ -5,7 +5,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -29,21 +29,19 @@ def put_together(ranks: list[tuple[torch.Tensor, list[Read]]], S: int,
                  copies: int) -> tuple[Batches, list[str]]:
     """Puts the batches together that all ranks have read at their tokens -> (whole ones, faults). `copies`:
     of ranks that read the same tokens."""
-    whole, faults = Batches(), list[str]()
-    read: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+    whole, faults, times = Batches(), list[str](), Counter[tuple]()
     for rank, (at, reads) in enumerate(ranks):
         for key, batch in reads:
             there = whole.setdefault(key, torch.full((*batch.shape[:2], S), -2))[:, :, at]
             if ((there > -2) & (there != batch)).any():
                 faults.append(f"rank {rank} reads other tokens of step {key[1]} than one that has the same")
             whole[key][:, :, at] = batch
-            read.setdefault(key, []).append(at)
-    for (split, step, micro), places in read.items():
-        times = torch.cat(places).bincount(minlength=S)
-        odd = (times != copies if split == "train" else times < copies).nonzero()
-        if len(odd):
-            faults.append(f"position {odd[0].item()} of step {step}, micro batch {micro}, is read "
-                          f"{times[odd[0]].item() / copies:g} times over all ranks, not once")
+            times.update((*key, position) for position in at.tolist())
+    for (split, step, micro), position in product(whole, range(S)):
+        n = times[split, step, micro, position] / copies
+        if n < 1 or (n > 1 and split == "train"):
+            faults.append(f"position {position} of step {step}, micro batch {micro}, is read {n:g} times over "
+                          "all ranks, not once")
     return whole, faults
 
 
