@@ -40,8 +40,8 @@ def put_together(ranks: list[tuple[torch.Tensor, list[Read]]], S: int,
     for (split, step, micro), position in product(whole, range(S)):
         n = times[split, step, micro, position] / copies
         if n < 1 or (n > 1 and split == "train"):
-            faults.append(f"position {position} of step {step}, micro batch {micro}, is read {n:g} times over "
-                          "all ranks, not once")
+            faults.append(f"position {position} of step {step}, micro batch {micro}, is read {n:g} times "
+                          "over all ranks, not once")
     return whole, faults
 
 
