@@ -196,6 +196,7 @@ class Checks:
         """Compares the first step with that of one plain process: loss, gradients, norm -> ((loss, norm),
         this rank's gradients)."""
         self.stage(f"layout, {name}")
+        opened.reads.clear()
         loss, norm = opened.step()
         parts = opened.gradients()
         self.data(opened, {0})
