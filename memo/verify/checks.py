@@ -25,7 +25,7 @@ from memo.verify import mechanics, training
 from memo.verify.compare import Finding, factor_words, largest, none_of, place_of, relative, within, worst_of
 from memo.verify.ranks import Told
 from memo.verify.reference import Reference
-from memo.verify.shrink import PLAIN, UNIT_ROWS, UNPLANNED, Cut
+from memo.verify.shrink import PLAIN, UNIT_ROWS, UNPLANNED, Cut, most_pieces
 from memo.verify.steps import Opened, Part, Read, Tensors, make_data, together, weights
 
 # Relative bounds. fp32 has 24 bits, 6e-8: sums of a few thousand products err by 1e-6, layers by a few
@@ -59,8 +59,9 @@ class Checks:
         self.plain = Layout.of(replace(self.cfg, **PLAIN))
         self.split_dims = {name: p.split_dim for name, p in model_parameters(self.plain).items()}
         self.weights = weights(self.plain)
-        # where N is left to the run, it is verified with 1 and with 3
-        self.usual, self.small = (Keys(subsequences=n) if cfg.subsequences == "auto" else {} for n in (1, 3))
+        # where N is left to the run, it is verified with 1 and with several
+        self.usual, self.small = (Keys(subsequences=n) if cfg.subsequences == "auto" else {}
+                                  for n in (1, most_pieces(cfg, cfg.tp * cfg.cp)))
         self.loss = self.norm = self.clip = 0.0  # in fp64, of the first step
         self.exact, self.wanted = Tensors(), Tensors()  # its gradients: in fp64, of one plain process
         self.reads = list[Read]()  # what this process has read

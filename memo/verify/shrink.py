@@ -46,12 +46,17 @@ def cut_widths(cfg: Config, tp: int) -> Keys:
                 n_inner=inner, vocab_size=padded - 6 * (not cfg.vocab_size or cfg.vocab_size % 128 > 0))
 
 
+def most_pieces(cfg: Config, ranks: int) -> int:
+    """Counts the subsequences of a cut run of so many ranks that share a sequence: one before, between and
+    behind others; two where METP would send messages for 400 s of CPU."""
+    return 2 if cfg.metp and ranks > 4 else 3
+
+
 def cut_tokens(cfg: Config, keys: Keys) -> tuple[int, int]:
     """Finds (block_size, the rows that units are swapped in multiples of): the shortest with which each unit
     is swapped in part, and the head takes several chunks."""
     ranks, N, B = keys["tp"] * keys["cp"], keys["subsequences"], keys["batch_size"]
-    N = 3 if N == "auto" else N
-    split = UNIT_ROWS
+    N, split = most_pieces(cfg, ranks) if N == "auto" else N, UNIT_ROWS
     tokens = max(LEAST_TOKENS, 2 * split * N * ranks if N > 1 else split * ranks)
     if tokens > MOST_TOKENS and N > 1:
         split = FINE_ROWS
@@ -79,7 +84,7 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
     degrees = cut_degrees(given)
     dp, N = degrees["dp"], cfg.subsequences
     keys: Keys = {name: degrees[name] for name in ("tp", "cp", "pp")}
-    most = max(3, degrees["pp"]) if cfg.msp else 3
+    most = max(degrees["pp"] * cfg.msp, most_pieces(cfg, degrees["tp"] * degrees["cp"]))
     keys["subsequences"] = min(N, most) if N != "auto" else most if cfg.msp else N
     wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] == 1 else 3
     keys |= dict(n_layer=min(cfg.n_layer, wanted), batch_size=min(cfg.batch_size, 2))
