@@ -9,7 +9,7 @@ from memo.config.keys import Keys
 
 MOST_RANKS = 8
 # where units want more tokens, rows are split more finely. Attention grows with their square: four ranks take
-# 150 s of CPU with 4096 of them, so eight with 8192 would be far above the 240 s that they may take
+# 135 s of CPU with 4096 of them, so eight with 8192 would be far above the 240 s that they may take
 MOST_TOKENS = 4096
 UNIT_ROWS, FINE_ROWS = 256, 32  # rows are swapped in multiples of UNIT_ROWS: see layer.SPLIT_ROWS
 LEAST_TOKENS = 1536  # more than the head takes at once
