@@ -46,10 +46,11 @@ from memo.huggingface.huggingface import CONFIG, OWN, check_reach, model_keys, o
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import whole
 from memo.run.load_config import stored_config
-from memo.system.files import JsonObject, json_bytes, load_json, save_bytes, save_json
+from memo.system.files import JsonObject, check_folder, json_bytes, load_json, save_bytes, save_json
 
 
 def from_hf(hf_folder: Path, out_dir: Path) -> None:
+    check_folder(out_dir, "out_dir")
     if checkpoint.latest(out_dir) or (out_dir / CONFIG).exists():
         raise ConfigError(f"out_dir={out_dir} holds a checkpoint or a {CONFIG} already; choose another "
                           "folder")
@@ -70,6 +71,7 @@ def from_hf(hf_folder: Path, out_dir: Path) -> None:
 
 
 def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
+    check_folder(hf_folder, "hf_folder")
     if any(hf_folder.glob("model*.safetensors")) or (hf_folder / CONFIG).exists():
         raise ConfigError(f"{hf_folder} holds weights or a {CONFIG} already; choose another folder")
 

@@ -222,7 +222,10 @@ CHATML = MARK.sub("", TEMPLATES["chatml"])
 
 @pytest.mark.parametrize(("template", "rows", "message"), [
     (None, row(*say("a", "b")), "must have a chat template, chat_template.jinja or the chat_template of"),
-    ("{% for %}", row(*say("a", "b")), "a.jsonl:1: the chat template fails (TemplateSyntaxError: Expected"),
+    ("{% for %}", row(*say("a", "b")), "tokenizer_config.json: a chat template must be one of jinja2 (its"),
+    (CHATML, row(*say("a")) * 2, "nothing is learned of the train split, "),
+    ("{% generation %}{% endgeneration %}a", row(*say("a", "b")) * 2, "tokenizer_config.json writes none; a"),
+    (CHATML, row(*say("a", "b")) + row(*say("a")), "nothing is learned of the val split, "),
     ("{{ messages[0].x.y }}", row(*say("a", "b")), "a.jsonl:1: the chat template fails (UndefinedError: "),
     (TEMPLATES["gemma"], row(*say("a", "b")) * 2 + row(*say("a", system="c")),
      "a.jsonl:3: the chat template fails (TemplateError: System role not supported); mend the row or the"),

@@ -248,7 +248,20 @@ def test_what_a_killed_one_has_left_is_no_source(tmp_path):
     left.mkdir()
     (left / "meta.json").write_text("[1]")
     (tmp_path / "a.txt").write_text("text")
-    assert text.source_files(str(tmp_path), tmp_path / "out") == [tmp_path / "a.txt"]
+    assert text.source_files(str(tmp_path)) == [tmp_path / "a.txt"]
+
+
+@pytest.mark.parametrize(("out_dir", "says"), [
+    ("in", "must not be source="), ("in/made", "must not be source="), ("file", "file is no folder; choose"),
+    ("file/made", "file is no folder; choose another out_dir")])
+def test_a_place_that_cannot_be_is_refused_before_anything_is_read(tmp_path, capsys, out_dir, says):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text("this is read by nobody")
+    (tmp_path / "file").write_text("")
+    argv = [f"--source={tmp_path / 'in'}", "--tokenizer=train:300", f"--out_dir={tmp_path / out_dir}"]
+    assert run(text.main, argv) == 2
+    assert says in (err := capsys.readouterr().err) and str(tmp_path / out_dir) in err
+    assert len([*tmp_path.rglob("*")]) == 3
 
 
 @pytest.mark.parametrize("plant", [
@@ -419,7 +432,7 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
     ("--source=in/key.jsonl --tokenizer=train:256 --text_key=body", "vocab_size=256 must be at least 257"),
     ("--source=in --tokenizer=train:many", "tokenizer=train:many must be train:<vocab>, a whole number; try"),
     ("--source=in --tokenizer=nowhere.json",
-     "tokenizer=nowhere.json must be a tokenizer.json, a folder with one"),
+     "tokenizer=nowhere.json must be a tokenizer.json, or a folder with one"),
     ("--source=in --tokenizer=in/one.txt", "tokenizer=in/one.txt cannot be read ("),
     ("--source=in/key.jsonl --text_key=body --tokenizer=no_end.json",
      "tokenizer=no_end.json: no special tokens may end a document; add <|endoftext|> to its special tokens"),
@@ -437,7 +450,7 @@ BAD_FILES = {"empty.txt": b"", "one.txt": b"a", "latin.txt": b"caf\xe9 " * 9, "l
      "in/long.jsonl:1 must be at most 400 bytes long (a row is read as a whole); split"),
     ("--source=in --out=x", "unrecognized arguments: --out=x; see --help"),
     ("--text_key=x", "the following arguments are required: --source"),
-    ("--source=in/key.jsonl --text_key=body --out_dir=in/a.pdf", "Not a directory"),
+    ("--source=in/key.jsonl --text_key=body --out_dir=in/a.pdf", "in/a.pdf is no folder"),
 ])
 def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)

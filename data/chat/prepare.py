@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.excepthook = import_failed  # a package that is missing is one line
 
 from data.text.prepare import given_tokenizer, json_of, out_dir_of, rows_of, say_next, source_files
-from memo.data.chat import rendered
+from memo.data.chat import chat_templates_of, rendered
 from memo.data.tokenizer import end_of_document, stated_ends
 from memo.data.tokens import write_dataset
 from memo.errors import ConfigError
@@ -97,9 +97,12 @@ def main(argv):
     out_dir = out_dir_of(args)
     tokenizer, folder, model = given_tokenizer(args.tokenizer)
     end = end_of_document(tokenizer, folder, next(iter(stated_ends(tokenizer, Path(folder))), None))
-    files = source_files(args.source, out_dir, KIND, SUFFIXES)
+    files = source_files(args.source, KIND, SUFFIXES)
     documents = rendered(conversations(files), Path(folder), args.learn)
-    meta = write_dataset(out_dir, documents, tokenizer, end=end, parse_special=True, weighted=True)
+    template, _ = chat_templates_of(Path(folder))["default"]
+    nothing = (f"the conversations of source={args.source} have no turns that learn={args.learn} takes, or "
+               f"{template} writes none; add answers, mend it, or give --learn=all")
+    meta = write_dataset(out_dir, documents, tokenizer, end=end, parse_special=True, weighted=nothing)
     say_next(args, out_dir, meta, model, "--documents=true")
 
 

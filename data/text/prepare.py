@@ -35,8 +35,8 @@ from memo.data.parquet import MOST_BYTES, parquet_texts
 from memo.data.tokenizer import ENDS, check_vocab_size, end_of_document, load_tokenizer
 from memo.data.tokens import (
     DATA,
-    DATASET_FILES,
     VOCAB_SIZE,
+    check_own,
     train_tokenizer,
     train_with,
     write_dataset,
@@ -90,9 +90,9 @@ def read_argv(argv):
     return args
 
 
-def source_files(source, out_dir, kind=KIND, suffixes=SUFFIXES):
+def source_files(source, kind=KIND, suffixes=SUFFIXES):
     """The files of a file or folder, in order, of a `kind` with these suffixes; says which of a folder are
-    left out. What an earlier call wrote to `out_dir` is no source. Errors: none that can be read."""
+    left out. Errors: none that can be read."""
     path = Path(source)
     if not (path.is_file() or path.is_dir()):
         raise ConfigError(f"source={source} is no regular file and no folder; give one")
@@ -101,10 +101,9 @@ def source_files(source, out_dir, kind=KIND, suffixes=SUFFIXES):
             raise ConfigError(f"source={source} must have one of the suffixes {suffixes}, not "
                               f"{path.suffix!r}; convert it")
         return [path]
-    made = {(Path(out_dir) / name).resolve() for name in DATASET_FILES}
     found = sorted(p for p in path.rglob("*") if (p.is_symlink() or not p.is_dir())
                    and not any(part.startswith(NEW) for part in p.parts))  # of one that was killed
-    files = [p for p in found if p.is_file() and kind.search(p.name) and p.resolve() not in made]
+    files = [p for p in found if p.is_file() and kind.search(p.name)]
     left_out = [str(p.relative_to(path)) for p in found if p not in set(files)]
     if not files:
         raise ConfigError(f"source={source} must hold files of the suffixes {suffixes}, it holds none; "
@@ -260,10 +259,10 @@ def file_documents(path, text_key):
             yield text_of(row, text_key, where)
 
 
-def open_source(args, out_dir):
+def open_source(args):
     """(function that reads the documents from the first, their bytes or None where unknown)."""
     if Path(args.source).exists():
-        files = source_files(args.source, out_dir)
+        files = source_files(args.source)
         packed = any(any(KIND.search(p.name).group(2, 3)) for p in files)
         total = None if packed else sum(p.stat().st_size for p in files)
         return lambda: itertools.chain.from_iterable(file_documents(p, args.text_key) for p in files), total
@@ -278,19 +277,25 @@ def open_source(args, out_dir):
     return lambda: (text_of(row, args.text_key, args.source) for row in rows), rows.data.nbytes
 
 
-def given_tokenizer(given):
+def given_tokenizer(given, *remedy):
     """(the tokenizer of a file or folder, or hf:<folder> of a model that memo has, where it is, that model's
     keys). Errors: ConfigError."""
     folder = given.removeprefix("hf:")
-    tokenizer, model = load_tokenizer(folder), model_keys(folder) if folder != given else {}
+    tokenizer, model = load_tokenizer(folder, *remedy), model_keys(folder) if folder != given else {}
     if model:
         check_vocab_size(tokenizer, folder, model["vocab_size"])
     return tokenizer, folder, model
 
 
 def out_dir_of(args):
-    """Where to write: a dataset that is there already is only replaced if it was named."""
-    out_dir = args.out_dir or DATA / Path(KIND.sub("", str(Path(args.source).resolve()))).name
+    """Where to write: a dataset that is there already is only replaced if it was named. Errors: ConfigError:
+    it cannot be written, or would be read with the source from now on."""
+    source = Path(args.source).resolve()
+    out_dir = Path(args.out_dir or DATA / Path(KIND.sub("", str(source))).name)
+    if source.is_dir() and out_dir.resolve().is_relative_to(source):
+        raise ConfigError(f"out_dir={out_dir} must not be source={args.source} or lie in it (the dataset's "
+                          "files would be taken for texts); choose another --out_dir")
+    check_own(out_dir)
     if not args.out_dir and (out_dir / "meta.json").exists():
         raise ConfigError(f"out_dir={out_dir} holds a dataset already; give --out_dir, "
                           "the same one to replace it")
@@ -309,9 +314,9 @@ def main(argv):
     out_dir = out_dir_of(args)
     tokenizer, end, model = None, ENDS[0], {}
     if not args.vocab_size:
-        tokenizer, folder, model = given_tokenizer(args.tokenizer)
+        tokenizer, folder, model = given_tokenizer(args.tokenizer, "give one, or try train:4096")
         end = end_of_document(tokenizer, folder, args.end_token)
-    documents, total_bytes = open_source(args, out_dir)
+    documents, total_bytes = open_source(args)
     tokenizer = tokenizer or train_tokenizer(documents(), args.vocab_size)
     meta = write_dataset(out_dir, documents(), tokenizer, total_bytes, end, args.parse_special)
     say_next(args, out_dir, meta, model)

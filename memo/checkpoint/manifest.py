@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memo.config.keys import shown
 from memo.errors import CheckpointError, reason
-from memo.system.files import MOST_JSON_CHARS, JsonObject, parse_json, plain_name, read_text
+from memo.system.files import MOST_JSON_CHARS, JsonObject, check_folder, parse_json, plain_name, read_text
 
 CHECKPOINT, CHECKPOINT_JSON = "ckpt", "checkpoint.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's own manifest
@@ -75,6 +75,7 @@ def newest(out_dir: str | Path, passed_over: Mapping[Path, str] = {}) -> tuple[P
     if folder is None and passed_over:
         raise CheckpointError(next(iter(passed_over.values())))
     if folder is None:
+        check_folder(out_dir, "out_dir")
         raise CheckpointError(f"{Path(out_dir) / CHECKPOINT} holds no checkpoint; train with "
                               "--init_from=scratch, or see memo.convert")
     path = folder / CHECKPOINT_JSON

@@ -114,6 +114,11 @@ def help_width() -> int:
     return max(60, min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 0)).columns))
 
 
+def counted(n: int, what: str) -> str:
+    """Writes a number of things, as in 1 token or 2,000 tokens."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
 def columns(rows: list[tuple[str, str | None]]) -> str:
     """Writes [(left, right)] in two aligned columns. Where right is None, left is a heading."""
     width = help_width()

@@ -15,7 +15,7 @@ from memo.config.config import Config
 from memo.config.formulas import squares_met
 from memo.data.packing import Packing, Share, ends_of, packed_once
 from memo.data.tokenizer import load_tokenizer
-from memo.data.tokens import DATA, DTYPES, STARTS, WEIGHTS
+from memo.data.tokens import DATA, DATASET_FILES, DTYPES, STARTS, WEIGHTS
 from memo.errors import ConfigError, DataError, reason
 from memo.layer.tiles import UNLEARNED, Batch, Packed, RowOrder
 from memo.system.files import STRETCH_BYTES, STRETCHES, Json, fingerprint, load_json, open_file
@@ -112,8 +112,11 @@ def prepare_again(folder: Path) -> str:
     if (folder / WEIGHTS["train"]).exists():
         return ("run python data/chat/prepare.py --source=<your conversations> --tokenizer=hf:<folder> "
                 f"--out_dir={folder}")
-    return ("run python data/text/prepare.py --source=<your text> --tokenizer=<file or train:4096> "
-            f"--out_dir={folder}")
+    source, out_dir = "<your text>", str(folder)
+    if folder.is_dir() and not any((folder / name).exists() for name in DATASET_FILES):  # texts, it may be
+        source, out_dir = out_dir, "<another folder>"
+    return (f"run python data/text/prepare.py --source={source} --tokenizer=<file or train:4096> "
+            f"--out_dir={out_dir}")
 
 
 def read_meta(folder: Path, splits: Sequence[str] = SPLITS) -> dict:

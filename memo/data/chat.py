@@ -26,17 +26,18 @@ FREE_CHARS, MOST_RATIO = 2**20, 64  # a template may write so many times as much
 Spans = list[tuple[int, int]]
 
 
-def chat_templates_of(folder: Path) -> dict[str, str]:
-    """Reads the chat templates of a model: {name: text}, mostly "default" alone. Errors: ConfigError."""
+def chat_templates_of(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Reads the chat templates of a model: {name: (file, text)}, mostly "default" alone. Errors: ConfigError.
+    """
     said = said_in(folder, TOKENIZER_CONFIG).get("chat_template")
     named = said if isinstance(said, list) else [dict(name="default", template=said)]
-    found = {row["name"]: row["template"] for row in named if isinstance(row, dict)
-             and isinstance(row.get("name"), str) and isinstance(row.get("template"), str)}
+    found = {row["name"]: (folder / TOKENIZER_CONFIG, row["template"]) for row in named
+             if isinstance(row, dict) and {str} == {type(row.get(key)) for key in ("name", "template")}}
     for path in (folder / TEMPLATE, *folder.glob("additional_chat_templates/*.jinja")):
         if path.is_file():
             with reading(path, "mend or remove it"):
                 text = read_text(path, files.MOST_JSON_CHARS)
-            found["default" if path.name == TEMPLATE else path.stem] = text
+            found["default" if path.name == TEMPLATE else path.stem] = path, text
     if "default" not in found:
         raise ConfigError(f"tokenizer={folder} must have a chat template, {TEMPLATE} or the chat_template of "
                           f"{TOKENIZER_CONFIG}, it has none; put one there")
@@ -47,7 +48,8 @@ def rendered(rows: Iterable[tuple[str, JsonObject]], folder: Path, learn: str) -
     """Renders rows, of each (where, its messages and tools). `learn`: all assistant turns, the last one, or
     all. Errors: ConfigError."""
     said = said_in(folder, "special_tokens_map.json", TOKENIZER_CONFIG)
-    model = dict(templates=chat_templates_of(folder), learn=learn,
+    templates = chat_templates_of(folder)
+    model = dict(templates={name: text for name, (_, text) in templates.items()}, learn=learn,
                  specials={name: text for name in NAMES if (text := content(said.get(name)))})
     with subprocess.Popen(command_of("memo.data.chat", "render_rows"), stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -61,7 +63,7 @@ def rendered(rows: Iterable[tuple[str, JsonObject]], folder: Path, learn: str) -
                 if "text" not in answer:
                     why = answer.get("error", f"the chat template takes more than {TRIAL_S} s or "
                                      f"{TRIAL_BYTES >> 30} GiB of memory; give another, or a shorter row")
-                    raise ConfigError(f"{where}: {why}")
+                    raise ConfigError(f"{templates[answer['of']][0] if 'of' in answer else where}: {why}")
                 yield Conversation(answer["text"], answer["spans"])
         finally:
             process.kill()
@@ -86,6 +88,9 @@ def render_rows() -> None:
             answer = dict(text=text, spans=spans)
         except ConfigError as e:
             answer = dict(error=str(e))
+        except jinja2.TemplateSyntaxError as e:
+            answer = dict(error=f"a chat template must be one of jinja2 (its line {e.lineno}: {e.message}); "
+                          "mend it", of=name)
         except Exception as e:  # whatever a template raises
             why = " ".join(f"{type(e).__name__}: {reason(e)}".split())[:300]
             answer = dict(error=f"the chat template fails ({why}); mend the row or the template")

@@ -191,12 +191,12 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
         return read_tokenizer(Path(path))
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, remedy: str = "give one") -> Tokenizer:
     """Reads a tokenizer like find_tokenizer(). Errors: ConfigError: also where there is none."""
     if tokenizer := find_tokenizer(path):
         return tokenizer
-    raise ConfigError(f"tokenizer={path} must be a tokenizer.json, a folder with one or with GPT-2's "
-                      "vocab.json and merges.txt, or train:<vocab>; try train:4096")
+    raise ConfigError(f"tokenizer={path} must be a tokenizer.json, or a folder with one or with GPT-2's "
+                      f"vocab.json and merges.txt; {remedy}")
 
 
 # --- its ids ---

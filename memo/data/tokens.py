@@ -23,11 +23,11 @@ import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from memo.config.keys import check_value, option
+from memo.config.keys import check_value, counted, option
 from memo.data.tokenizer import ENDS, byte_level, encode_text, end_of_document, refusing, tokenizer_vocab_size
 from memo.errors import ConfigError
 from memo.system.command import progress, python
-from memo.system.files import NEW, JsonObject, fingerprint, load_json, sync_folder
+from memo.system.files import NEW, JsonObject, check_folder, fingerprint, load_json, sync_folder
 
 DATA = Path(__file__).parents[2] / "data"
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -271,7 +271,9 @@ def write_splits(folder: Path, encoded: Iterable[Encoded], dtype: np.dtype,
 
 
 def check_own(out_dir: Path) -> None:
-    """Raises ConfigError where `out_dir` has files with a dataset's names that are not a dataset's."""
+    """Raises ConfigError where `out_dir` is no folder, or has files with a dataset's names that are not a
+    dataset's."""
+    check_folder(out_dir, "out_dir")
     is_dataset = False
     with suppress(ConfigError):
         is_dataset = {"dtype", "vocab_size", "counts"} <= load_json(out_dir / "meta.json", "").keys()
@@ -297,9 +299,10 @@ def move_files(folder: Path, out_dir: Path) -> None:
 
 def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer,
                   total_bytes: int | None = None, end: str | None = None,
-                  parse_special: bool = False, weighted: bool = False) -> dict:
+                  parse_special: bool = False, weighted: str = "") -> dict:
     """Writes the folder `out_dir` from non-empty documents as document_pieces() takes them -> its meta.
-    `end`: the token that ends each. `weighted`: they are Conversations, and end as their template says.
+    `end`: the token that ends each. `weighted`: they are Conversations, and end as their template says; the
+    words of an error on why nothing of a split is learned, and the remedy.
     Whatever stops it, `out_dir` holds the old dataset or none; after a kill between two names files that
     open_dataset() refuses, and the next call replaces. Errors: ConfigError."""
     began = time.monotonic()
@@ -315,7 +318,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     partial.mkdir(parents=True)
     try:
         encoded = encode(documents, tokenizer, end_id, parse_special, total_bytes, met)
-        counts = write_splits(partial, encoded, DTYPES[dtype], weighted)
+        counts = write_splits(partial, encoded, DTYPES[dtype], bool(weighted))
         if not counts["train"]["documents"]:
             raise ConfigError("the source holds no text; give one with at least one document that is not "
                               "empty")
@@ -325,6 +328,9 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
             fingerprints |= {name: fingerprint(partial / name, whole=True) for name in beside}
             for split in counts if weighted else ():
                 counts[split]["learned"] = int(np.memmap(partial / WEIGHTS[split], np.uint8, "r").sum())
+                if not counts[split]["learned"]:
+                    raise ConfigError(f"nothing is learned of the {split} split, "
+                                      f"{counted(counts[split]['tokens'], 'token')}: {weighted}")
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
         meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, documents=STARTS,
@@ -339,7 +345,7 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
     read_as = "which they are" if parse_special else "read as ordinary text (--parse_special)"
     others = f"; {met[False]:,} other added tokens, which stay whole" if met[False] else ""
     print(f"special tokens met in the text: {met[True]:,}, {read_as}{others}")
-    sizes = ", ".join(f"{split} {n['tokens']:,} tokens of {n['documents']:,} documents"
+    sizes = ", ".join(f"{split} {counted(n['tokens'], 'token')} of {counted(n['documents'], 'document')}"
                       + (f", {n['learned']:,} of them learned" if weighted else "")
                       for split, n in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")

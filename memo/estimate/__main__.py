@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import Field, replace
 from math import isfinite, prod
 from pathlib import Path
-from types import ModuleType
 
 from memo.config.config import Config
 from memo.config.keys import Keys, Value, check_value, columns, kind_of, number_of, option, shown
 from memo.errors import ConfigError
-from memo.run.load_config import load_keys
+from memo.run.load_config import known_key, load_keys, read_keys
 from memo.system import hardware
 from memo.system.command import answer_early, check_alone, progress, run
 from memo.system.files import load_json
@@ -41,8 +40,8 @@ FLAGS = {"search": "the five fastest layouts", "max_context": "the greatest bloc
 OPTIONS = {"gpu": f"one of {', '.join(hardware.GPUS)}; here (default): what --calibrate measured",
            "node": f"one of {', '.join(hardware.NODES)}; by default what the GPU usually comes in",
            "gpus": "ranks in all; by default pp * tp * cp of the config",
-           "lengths": "of documents, of a dataset's folder or a list as in 300000,500x4000, with documents="
-                      "true: the mean and the slowest step",
+           "lengths": "of documents, of a dataset's folder or a list as in 300000,500x4000 (4,000 have 500 "
+                      "tokens each), with documents=true: the mean and the slowest step",
            "plot": "a picture; by default estimate.png"}
 
 
@@ -73,10 +72,12 @@ def read_argv(argv: list[str]) -> tuple[Keys, Keys]:
         sys.exit()
     check_alone("python -m memo.estimate")
     options: Keys = {}
-    rest = []
+    rest, own = [], (*FLAGS, *OPTIONS, *FIGURES)
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name not in (*FLAGS, *OPTIONS, *FIGURES):
+        if not arg.startswith("--") or name not in own:
+            if arg.startswith("--") and equals:
+                known_key(name, arg, own)
             rest.append(arg)
         elif name in FLAGS or (name == "plot" and not equals):
             if equals:
@@ -90,6 +91,9 @@ def read_argv(argv: list[str]) -> tuple[Keys, Keys]:
                 raise ConfigError(f"{arg} cannot be written (no folder {Path(value).parent}); try "
                                   "--plot=estimate.png")
             options[name] = value
+    if "lengths" in options and read_keys(rest)[1].get("documents") is False:
+        raise ConfigError(f"--lengths={options['lengths']:.60} is of documents, of which --documents=false "
+                          "has none; leave one of them out")
     return options, load_keys(rest)
 
 
@@ -97,11 +101,11 @@ if __name__ == "__main__":  # before what else is imported, which takes a moment
     answer_early(read_argv)
 
 import json
-from importlib import import_module
 
 from memo.config.formulas import parameters, percent
 from memo.estimate.arena import ROOT, ArenaOf, fast_arena, itemsize_of, traced_arena
 from memo.estimate.budget import Estimate, estimate
+from memo.estimate.lengths import Documents, by_lengths, lines_of
 from memo.estimate.regions import STATES_BYTES, granting
 from memo.estimate.report import HEADING, advice, as_dict, billions, draw_estimate, limit_of, summary, table
 from memo.estimate.search import longest, longest_of_layouts, search
@@ -184,10 +188,9 @@ def main(argv: list[str]) -> int:
     check_size(cfg, machine, world)
     check_matmul(cfg, machine.capability, itemsize_of(cfg, machine))
     arena = fast_arena if options.get("fast") else traced_arena
-    lines, found, most, documents = [], [], None, None
-    if text := options.get("lengths"):
-        lengths: ModuleType = import_module("memo.estimate.lengths")  # which needs torch
-        documents = lengths.Documents(text)
+    lines, found, most = [], [], None
+    documents = Documents(options["lengths"]) if "lengths" in options else None
+    if documents:
         documents(cfg)  # an error now, not in the search
     if options.get("search"):
         found = search(cfg, machine, world, arena, documents=documents)
@@ -203,9 +206,9 @@ def main(argv: list[str]) -> int:
         with progress(lambda: "it does not fit: looking for what would"):
             lines += advice(got)
     out = as_dict(got)
-    if documents is not None:
-        out["documents"] = of_documents = lengths.by_lengths(got, documents.packed(got.decided))
-        lines += lengths.lines_of(of_documents, cfg.block_size)
+    if documents:
+        out["documents"] = of_documents = by_lengths(got, documents.packed(got.decided))
+        lines += lines_of(of_documents, cfg.block_size)
     if options.get("search"):
         out["candidates"] = [as_dict(other) for other in found[1:]]
     if options.get("max_context"):

@@ -4,18 +4,22 @@ Seconds are modelled of MOST_BATCHES micro batches of an epoch, from the one who
 pairs of a query and a key that meet to that with the most; those of all others lie between.
 """
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from math import fsum
+from types import ModuleType
 
 import numpy as np
 
 from memo.config.config import Config
 from memo.config.formulas import mfu, model_flops, percent, squares_met
-from memo.data.batch import open_dataset
+from memo.config.keys import counted
 from memo.data.packing import Packing, Share, ends_of, pack
 from memo.errors import ConfigError
+from memo.estimate.arena import ROOT
 from memo.estimate.budget import Estimate
 from memo.estimate.pipeline_seconds import embedding_s, head_s, step_s
 from memo.estimate.roofline import Sample
@@ -24,6 +28,8 @@ from memo.system.files import JsonObject
 
 MOST_BATCHES = 16
 MOST_PIECES = 10**7  # of a list
+LENGTH = re.compile("([0-9]{1,15})(?:x([0-9]{1,15}))?")
+LIST = re.compile("[-+0-9,]|[^/]*,")  # how what is meant to be one begins
 
 
 @dataclass(eq=False)
@@ -52,24 +58,45 @@ class Documents:
 
 def read_lengths(text: str, cfg: Config) -> Packing:
     """Packs the documents that a text names, or whose lengths it lists. Errors: ConfigError."""
-    if not re.fullmatch(r"[0-9]{1,15}(x[0-9]{1,15})?(,[0-9]{1,15}(x[0-9]{1,15})?)*", text):
-        try:
-            return open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
-                                window=cfg.window).packings["train"]
-        except ConfigError as e:
-            raise ConfigError(f"--lengths={text:.60} must be a dataset's folder, or lengths as in "
-                              f"300000,500x4000: {e}") from None
-    counts = [(int(n), int(times or 1)) for n, _, times in (item.partition("x") for item in text.split(","))]
+    items = text.split(",")
+    if not all(map(LENGTH.fullmatch, items)) and (folder_of(text) or not LIST.match(text)):
+        return packed_dataset(text, cfg)
+    counts = list[tuple[int, int]]()
+    for item in items:
+        n, times = (int(k or 1) for k in found.groups()) if (found := LENGTH.fullmatch(item)) else (0, 0)
+        if not n * times:
+            raise ConfigError(f"--lengths={text:.60}: {item!r:.40} must be a length, a whole number from 1 "
+                              "on, alone or with how many documents have it, as in 500x4000: 4,000 documents "
+                              "of 500 tokens; mend it, or give a dataset's folder")
+        counts.append((n, times))
     pieces = sum(-(-n // cfg.block_size) * times for n, times in counts)
-    if pieces > MOST_PIECES or not all(n and times for n, times in counts):
-        raise ConfigError(f"--lengths={text:.60} must be lengths from 1 on, of at most {MOST_PIECES:,} "
-                          f"pieces of block_size={cfg.block_size} in all; leave some out")
+    if pieces > MOST_PIECES:
+        raise ConfigError(f"--lengths={text:.60} must be of at most {MOST_PIECES:,} pieces of block_size="
+                          f"{cfg.block_size} in all; leave some out")
     if all(n == 1 for n, _ in counts):
         raise ConfigError(f"--lengths={text:.60} has no token that is learned: each document is one token "
                           "long; give longer ones")
     lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
     packing = pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
     return replace(packing, window=cfg.window)
+
+
+def folder_of(text: str) -> str | None:
+    """Finds the folder that a text names, under data/ or as a path."""
+    return next(filter(os.path.isdir, (str(ROOT / "data" / text), text)), None)
+
+
+def packed_dataset(text: str, cfg: Config) -> Packing:
+    """Packs the documents of a dataset's train split. Errors: ConfigError."""
+    rule = f"--lengths={text:.60} must be a dataset's folder, or lengths as in 300000,500x4000"
+    if not folder_of(text):
+        raise ConfigError(f"{rule}; it is {'a file' if os.path.exists(text) else 'neither'}")
+    batch: ModuleType = import_module("memo.data.batch")  # which needs torch
+    try:
+        return batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
+                                  window=cfg.window).packings["train"]
+    except ConfigError as e:
+        raise ConfigError(f"{rule}: {e}") from None
 
 
 def sample_of(packing: Packing, number: int, cfg: Config) -> Sample:
@@ -131,8 +158,9 @@ def lines_of(found: JsonObject, S: int) -> list[str]:
     if not found:
         return []
     room, among = found["sequences"] * S, found["imbalance"]
-    return [f"documents   {found['tokens']:,} tokens of {found['documents']:,} documents in "
-            f"{found['sequences']:,} sequences, {1 - found['tokens'] / room:.1%} padding: "
+    tokens, documents, sequences = (counted(found[f"{what}s"], what)
+                                    for what in ("token", "document", "sequence"))
+    return [f"documents   {tokens} of {documents} in {sequences}, {1 - found['tokens'] / room:.1%} padding: "
             f"{found['pairs']:.1%} of the pairs of one document a sequence",
             f"            step {found['mean_step']:.4g} s in the mean of {found['steps']:,}, the slowest "
             f"{found['slowest_step']:.4g} s (step {found['slowest']:,}); MFU {percent(found['mfu'])}, "

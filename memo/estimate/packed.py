@@ -1,7 +1,9 @@
 """What attention does of a batch of packed documents: counted from its tiles (memo/layer/tiles.py)."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memo.config.formulas import squares_met
 from memo.estimate.roofline import Calls, Met, Unit
@@ -17,11 +19,17 @@ def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Me
     order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring,
                      masks=[documents(of, u.cfg.window) for of in ends])
     [meeting] = order.meetings(i, 0, lengths[i] // u.ring)
-    return [met_of_rank(u, meeting, rank) for rank in range(len(meeting.queries))]
+    # of many documents few reach back: what is before the first ones of the queries meets nothing
+    first = sum(lengths[:i])
+    start = min(([0, *of][bisect_right(of, first)] for of in ends if first < of[-1]), default=first)
+    begins = [sum(lengths[:k + 1]) > start for k in range(i)]
+    near = replace(meeting, pieces=[piece for piece, meets in
+                                    zip(meeting.pieces, [*begins, True], strict=True) if meets])
+    return [met_of_rank(u, near, rank, several=i > 0) for rank in range(len(meeting.queries))]
 
 
-def met_of_rank(u: Unit, meeting: Meeting, rank: int) -> Met:
-    B, ranks, several = u.cfg.batch_size, len(meeting.queries), len(meeting.pieces) > 1
+def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
+    B, ranks = u.cfg.batch_size, len(meeting.queries)
     # of a pair on this rank, with all heads that it has; groups of heads take turns
     flops = 4 * u.Q * (1 if u.ulysses else u.ring) / (u.cp * u.tp) / u.turns
     own, earlier = Counter[Calls](), Counter[Calls]()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from memo.config.config import Config
 from memo.config.formulas import parameters
+from memo.config.keys import counted
 from memo.config.layer import INPUT, layer_of, n_rows, tensors_of
 from memo.config.layout import Layout, n_communicators
 from memo.decide import alpha
@@ -94,7 +95,7 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
     if not machine.cpu:
         made = n_communicators(cfg, world)
         lines += [Line("batch", "tokens and targets", 16 * cfg.batch_size * T * micros),
-                  Line("communication", f"{made} NCCL communicator{'s' * (made != 1)}",
+                  Line("communication", counted(made, "NCCL communicator"),
                        made * COMMUNICATOR_BYTES),
                   Line("context", "CUDA's context", CONTEXT_BYTES)]
     return numel, [line for line in lines if line.device_bytes or line.host_bytes]
@@ -111,9 +112,9 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
     swapped = {INPUT: 0, always: 0, "others": 0}
     for name, nbytes in sizes.survivor_bytes().items():
         swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
-    of = f"{L} x {p.subsequences} units" if p.several else f"{L} layer{'s' * (L > 1)}"
+    of = f"{L} x {p.subsequences} units" if p.several else counted(L, "layer")
     swaps = f"{p.n_swapped} swapped {p.what}"
-    layers = [f"{held} layer{'s' * (held > 1)}" for held in
+    layers = [counted(held, "layer") for held in
               (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
     what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
             "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
@@ -121,7 +122,7 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
             "guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
             "guest_gradients": "gradients for other stages", "repaid": "gradients from other stages"}
     regions, keys, stream = sizes.region_bytes | sizes.lent_bytes, sizes.keys_bytes, sizes.stream_bytes
-    lines = [Line("rounding_buffers", f"{n} buffer{'s' * (n > 1)} for {of}", sum(buffers.values())),
+    lines = [Line("rounding_buffers", f"{counted(n, 'buffer')} for {of}", sum(buffers.values())),
              Line("rounding_buffers", f"{p.n_inputs} buffers for their inputs", inputs),
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]

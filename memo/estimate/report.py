@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from memo.config.formulas import parameters, percent
+from memo.config.keys import counted
 from memo.config.layer import head_groups
 from memo.config.layout import Layout, subsequences_line
 from memo.config.msp import shares_lines
@@ -55,8 +56,7 @@ def table(got: Estimate) -> list[str]:
     groups = f", {head_groups(cfg)} groups of heads one after the other" if cfg.metp else ""
     lines = [f"model       {billions(parameters(cfg))} parameters, L={cfg.n_layer} C={cfg.n_embd} "
              f"H={cfg.n_head}{shared} V={cfg.vocab_size} S={cfg.block_size:,}",
-             f"machine     {got.world} x {got.machine.name} on {nodes} node{'s' * (nodes > 1)}, "
-             f"{layout_of(got)}",
+             f"machine     {got.world} x {got.machine.name} on {counted(nodes, 'node')}, {layout_of(got)}",
              f"activation  {mode_of(got)}",
              f"attention   {kernel_of(cfg, got.machine)}{groups}",
              *filter(None, [subsequences_line(cfg, got.chosen)]), *stage_lines(got),
@@ -71,7 +71,8 @@ def table(got: Estimate) -> list[str]:
     if got.seconds:
         parts = {name: s / got.seconds["step"] for name, s in got.seconds.items() if name != "step"}
         shares = [f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005]
-        lines += [f"step        {got.seconds['step']:.4g} s: {', '.join(shares)}",
+        of = " (a typical batch)" * (got.documents is not None)
+        lines += [f"step        {got.seconds['step']:.4g} s{of}: {', '.join(shares)}",
                   f"            MFU {percent(got.mfu)}, TGS {got.tgs:,.1f}"]
     else:
         lines.append("step        n/a: this machine's speed in this dtype is not known; "

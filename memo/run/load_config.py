@@ -76,9 +76,10 @@ def value_of(node: ast.expr, known: Keys) -> Value:
 
 # --- all sources ---
 
-def known_key(name: str, where: str) -> Field:
+def known_key(name: str, where: str, others: Collection[str] = ()) -> Field:
+    """Looks up a key. Errors: ConfigError, with the nearest one, or of `others`, which are no keys."""
     if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, [*KEYS, *others], n=1, cutoff=0.5)
         remedy = f"did you mean {near[0]!r}?" if near else "see --help"
         raise ConfigError(f"{where}: unknown key {name!r}; {remedy}")
     return KEYS[name]

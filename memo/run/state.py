@@ -29,7 +29,7 @@ from memo.layer.tiles import RowOrder
 from memo.parallel.mesh import Mesh
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
-from memo.system.files import NEW, open_lock, plain_name, read_text
+from memo.system.files import NEW, check_folder, open_lock, plain_name, read_text
 from memo.system.hardware import Machine
 
 LOCK = ".lock"
@@ -144,6 +144,7 @@ class Run(Decided):
 
 def lock(out: Path, owner: str) -> IO:
     """Makes and locks `out`, so that two runs never write there at once -> the lock, which says `owner`."""
+    check_folder(out, "out_dir")
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = open_lock(out / LOCK, 0o666)  # until the process ends

@@ -224,6 +224,14 @@ def replacing(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         os.close(parent)
 
 
+def check_folder(path: str | Path, name: str) -> None:
+    """Checks that a folder is there, or can be made. Errors: ConfigError."""
+    there = next((p for p in (Path(path), *Path(path).parents) if os.path.lexists(p)), Path())
+    if not there.is_dir():
+        raise ConfigError(f"{name}={path} must be a folder, or nothing yet, and {there} is no folder; choose "
+                          f"another {name}")
+
+
 def own_folder(path: Path) -> Path:
     """Makes the folder `path` -> it. Errors: OSError: no folder, or a link, which may lead anywhere."""
     with suppress(FileExistsError):
