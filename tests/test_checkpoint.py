@@ -626,6 +626,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, intact
     flip(intact / CHECKPOINT_JSON, 20)
     with pytest.raises(CheckpointError, match="5/__0_0.distcp is corrupt"):
         checkpoint.read_newest(tmp_path, lambda ckpt: ckpt.iter)
+    shutil.rmtree(intact)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="5/__0_0.distcp is corrupt"):  # said once
+        checkpoint.read_newest(tmp_path, lambda ckpt: ckpt.iter)
+    assert not capsys.readouterr().err
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_error(tmp_path, intact, capsys):

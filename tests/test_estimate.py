@@ -833,6 +833,13 @@ def test_lengths_give_the_mean_and_the_slowest_step(capsys):
     assert code == 0 and "in the mean of" in command(*argv, "--lengths=stdlib", capsys=capsys)[1]
 
 
+def test_where_host_memory_lacks_the_advice_says_how_much_would_do(capsys):
+    argv = ["config/llama3_8b_256k_one_gpu.py", "--gpu=rtx4090", "--fast"]
+    code, out, _ = command(*argv, capsys=capsys)
+    remedy = re.search(r"it would with (--host_memory_bytes=\S+):", out)[1]
+    assert code == 1 and command(*argv, remedy, capsys=capsys)[0] == 0
+
+
 def test_a_longer_context_has_its_own_packing():
     """What a search tries is compared by the documents of its own sequences."""
     documents, cfg = Documents("65536,700x3000"), load(["config/7b_1m.py", "--documents=true"])

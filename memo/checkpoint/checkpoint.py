@@ -329,7 +329,7 @@ def read_newest(out_dir: str | Path, work: Callable[[Checkpoint], T]) -> T:
         except Damaged as e:
             if os.path.lexists(e.folder):
                 passed_over[e.folder] = str(e)
-                if latest(out_dir):
+                if {*checkpoints(out_dir)} - passed_over.keys():  # else this is the error
                     warn(f"checkpoint passed over: {e}")
 
 

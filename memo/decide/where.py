@@ -118,7 +118,8 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
         chosen, most = alpha.paper(problem), alpha.paper(on_any_host)
     if not chosen.fits:
         longest = alpha.largest_block_size(problem, cfg.block_size, cfg.block_multiple)
-        remedy = f"the largest block_size that fits is {longest}" if longest else "no block_size fits"
+        remedy = f"the largest block_size that fits is {longest}" if longest else (
+            "no block_size fits" + ", the model's states take all of it" * (problem.host_bytes <= 0))
         if fewer := int(problem.host_bytes) * cfg.batch_size // problem.least_bytes:
             remedy = f"--batch_size={fewer} fits, {remedy}"
         raise alpha.out_of_host_memory(problem, f"block_size={cfg.block_size}", problem.least_bytes, remedy)

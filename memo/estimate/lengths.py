@@ -93,10 +93,11 @@ def packed_dataset(text: str, cfg: Config) -> Packing:
         raise ConfigError(f"{rule}; it is {'a file' if os.path.exists(text) else 'neither'}")
     batch: ModuleType = import_module("memo.data.batch")  # which needs torch
     try:
-        return batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
-                                  window=cfg.window).packings["train"]
+        data = batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack, window=cfg.window)
     except ConfigError as e:
         raise ConfigError(f"{rule}: {e}") from None
+    packing: Packing = data.packings["train"]
+    return packing
 
 
 def sample_of(packing: Packing, number: int, cfg: Config) -> Sample:

@@ -16,7 +16,7 @@ from memo.estimate.arena import fast_arena
 from memo.estimate.budget import Estimate
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
-from memo.estimate.search import LONGEST, MULTIPLE, config_with, estimate_or_none, remedies
+from memo.estimate.search import LONGEST, MULTIPLE, config_with, estimate_or_none, remedies, with_more_host
 from memo.kernels.backends import kernel_of
 from memo.memory.placement import Placement
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
@@ -123,7 +123,7 @@ HEADING = f"{'layout':33}{'activation':42}{'alpha':>6}{'MFU':>8}{'TGS':>12}{'GiB
 def advice(got: Estimate) -> list[str]:
     """Lists the lines on what would make it fit."""
     lines = [f"does not fit: {got.why}"]
-    others = remedies(got)
+    others = with_more_host(got) + remedies(got)
     if not others:
         lines.append("            no other layout or mode would help, nor up to eight times the GPUs")
     for text, other in others:

@@ -15,6 +15,7 @@ from memo.decide.where import Room, place_rows, problem_of, ways_of, with_buffer
 from memo.errors import ConfigError
 from memo.estimate.arena import ArenaOf, fast_arena, traced_arena
 from memo.estimate.budget import Estimate, choose_fastest, choose_numbers, estimate
+from memo.estimate.regions import granting
 from memo.estimate.roofline import SampleOf
 from memo.memory.sizes import Sizes
 from memo.system.command import progress
@@ -292,6 +293,17 @@ def longest_of_layouts(cfg: Config, machine: Machine, world: int, arena: ArenaOf
         taken = sorted(found.values(), key=lambda got: length(got.untimed), reverse=True)[:best]
         exact = (with_seconds(got, fast_arena if n else arena, suits) for n, got in enumerate(taken))
         return sorted(filter(None, exact), key=length, reverse=True)
+
+
+def with_more_host(got: Estimate) -> list[tuple[str, Estimate]]:
+    """Finds what a node would have to grant, where host memory alone lacks -> [(option, Estimate)] or []."""
+    if any(lack.where != "the host" for lack in got.lacks):
+        return []
+    step = 10 ** (len(str(got.host_bytes)) - 2)
+    nbytes = -(-got.host_bytes // step) * step
+    cfg, machine = granting(got.asked, got.machine, got.world, nbytes)
+    other = estimate_or_none(cfg, machine, got.world, fast_arena, got.documents)
+    return [(f"--host_memory_bytes={nbytes / 1e9:g}e9", other)] if other and other.fits else []
 
 
 def remedies(got: Estimate, most: int = 3) -> list[tuple[str, Estimate]]:
