@@ -165,7 +165,7 @@ def test_other_forms_are_refused_by_name(tmp_path, files, what):
         (tmp_path / name).write_text(json.dumps(dict(model_type="qwen2", tokenizer_class="Qwen2Tokenizer")))
     if what is None:
         assert find_tokenizer(tmp_path) is None
-        with pytest.raises(ConfigError, match="must be a tokenizer.json, a folder with one"):
+        with pytest.raises(ConfigError, match="must be a tokenizer.json, or a folder with one"):
             load_tokenizer(tmp_path)
         return
     with pytest.raises(OtherForm, match=rf"={tmp_path} holds {what}, a form that memo does not read; "):
