@@ -133,7 +133,7 @@ def test_the_estimate_counts_what_the_window_leaves(keys):
     for i, unit in enumerate(layer.units):
         flops += same * sum(calls.times * calls.flops for of in met_by_ranks(unit.unit, i, cuts, ((S,),))
                             for calls in (*of.own, *of.earlier))
-    assert flops == pytest.approx(2 * cfg.n_embd * squares_met(S, W))
+    assert flops == pytest.approx(2 * cfg.n_embd * squares_met(S, W), rel=1e-4)
     whole = modelled_rates(replace(cfg, sliding_window=0), H100, 2)
     assert layer.forward_s < whole.forward_s / 3
 

@@ -29,9 +29,11 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents")
+                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents", "sliding_window")
 # and with several subsequences; activation, for keys may be made again
 SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
+
+MASK_BYTES = 16  # of a score of a band on a CPU: a distance in 64 bits, what is hidden, the mask in fp32
 
 # The figures of fast_arena: set by hand, so that the sum is at least the arena of a trace and at most twice
 # as much, in the cases of tests/test_estimate.py (test_the_fast_bound_is_one_and_is_near).
@@ -256,6 +258,9 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
         kernel += 3 * group + 2 * kv
     if name == "cpu":
         kernel = machine.threads * CPU_QUERIES * CPU_KEYS * 2 * (4 + e % 4)
+        if cfg.window:  # masks of a block of rows; sums in fp32
+            rows = min(T, backends.BAND_ROWS)
+            kernel += rows * min(T, rows + cfg.window) * MASK_BYTES + int((1 + f) * group + 2 * f * kv)
     if name == "math":
         kernel = MATH_SCORE_BYTES * B * H * T * T
     if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group

@@ -23,6 +23,7 @@ WRONG_CUDNN = 91500
 RIGHT_CUDNN = 92600
 # elements from a tensor's first to its last: whether cuDNN counts more in 64 bits everywhere is not known
 FAR = 2**31
+BAND_ROWS = 256  # queries of a call within a band, on the CPU: for each it computes what it hides too
 TE_WORKSPACE_BYTES = 2**25  # of an FP8 product of transformer-engine's: what it takes itself from Hopper on
 MAJORS = {"flash_attn_4": (9, 10, 11), "flash_attn_3": (9,)}  # compute capabilities; the others run from 8 on
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from memo.kernels.backends import BAND_ROWS
+
 aten = torch.ops.aten
-BLOCK_ROWS = 256  # the least queries of a call on the CPU
 
 
 class Band(NamedTuple):
@@ -31,9 +32,8 @@ def hidden_keys(rows: slice, keys: slice, band: Band, like: torch.Tensor) -> tor
 
 def blocks(n: int, band: Band) -> Iterator[tuple[slice, slice]]:
     """Cuts n queries into blocks -> (a block, the keys that any of it sees)."""
-    step = max(BLOCK_ROWS, band.left + 1)
-    for first in range(0, n, step):
-        end = min(first + step, n)
+    for first in range(0, n, BAND_ROWS):
+        end = min(first + BAND_ROWS, n)
         yield slice(first, end), slice(max(0, first - band.left),
                                        n if band.right < 0 else min(n, end + band.right))
 

@@ -142,6 +142,9 @@ def kernel_requests(name: str, args: Sequence, threads: int = 1, deterministic: 
         kernel, (q, k) = "cudnn" if "cudnn" in name else "flash", (t.transpose(1, 2).shape for t in args[1:3])
         if kernel == "flash":
             copies = [t.nbytes for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous()]
+    elif name.endswith("_flash_attention_backward") and args[1].dim() == 4:  # within a band
+        kernel, q, k = "flash", args[1].shape, args[2].shape
+        copies = [t.nbytes for t in (args[0], args[4]) if not t.is_contiguous()]
     else:
         return []
     return copies + workspaces(kernel, q, k, deterministic, multiprocessors, documents)

@@ -150,6 +150,8 @@ def influence_faults(model: Model, batch: Batch, rank: int) -> list[str]:
         for (at, of, old), (_, _, new) in zip(before, outputs(model, changed), strict=True):
             sees = (of == 0) & (at >= place) & (of_token[at] == of_token[place])
             moved = (old != new).any(1)
+            if W := model.cfg.window:  # each layer passes on what it sees; beyond the first one bits may stay
+                sees &= (at < place + W) | (moved & (at <= place + model.cfg.n_layer * (W - 1)))
             faults += [f"token {place} is changed, and the output at {at[row].item()} of sequence "
                        f"{of[row].item()}, which {'sees' if sees[row] else 'must not see'} it, "
                        f"{'changes' if moved[row] else 'does not'} (rank {rank})"
@@ -197,7 +199,9 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
 
 def hops_by_subsequences(cfg: Layout, ends: Sequence[Sequence[int]]) -> list[int]:
     """Counts the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
-    between ranks with tokens of one document, of which the later ones are in that subsequence."""
+    between ranks with tokens of one document, of which the later ones are in that subsequence and see some of
+    the others."""
+    window = cfg.window or cfg.block_size
     lengths, ranks = subsequence_lengths(cfg), cfg.cp * (cfg.tp if cfg.metp else 1)
     # of each token its subsequence, which of the chunks that are dealt out there and back, and who has it
     places = [(i, k, min(k, 2 * ranks - 1 - k)) for i, n in enumerate(lengths) for k in range(2 * ranks)
@@ -205,9 +209,10 @@ def hops_by_subsequences(cfg: Layout, ends: Sequence[Sequence[int]]) -> list[int
     needed = [set[int]() for _ in lengths]
     for of in ends:
         for first, end in pairwise((0, *of)):
-            mine = [*dict.fromkeys(places[first:end])]
-            for n, (i, _, rank) in enumerate(mine):
-                needed[i] |= {(rank - other) % ranks for *_, other in mine[:n]}
+            last = {place: token for token, place in enumerate(places[first:end], first)}
+            for n, ((i, _, rank), token) in enumerate(zip(last, [first, *last.values()], strict=False)):
+                needed[i] |= {(rank - other) % ranks for (*_, other), seen in [*last.items()][:n]
+                              if token + (n > 0) - seen < window}
     return [len(distances - {0}) for distances in needed]
 
 

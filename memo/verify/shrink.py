@@ -92,6 +92,8 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
         keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])
     keys |= {} if full else cut_widths(cfg, degrees["tp"])
     keys["block_size"], split = cut_tokens(cfg, keys)
+    if cfg.window:
+        keys["sliding_window"] = min(cfg.window, keys["block_size"] // 3)
     before = {name: getattr(cfg, name) for name in keys} | dict(head_dim=cfg.head_width, dp=given["dp"],
                                                                 n_inner=cfg.inner_width)
     after = keys | dict(head_dim=keys.get("head_dim") or keys.get("n_embd", cfg.n_embd) // cfg.n_head, dp=dp)
