@@ -71,7 +71,7 @@ def broken_rules(cfg: Settings) -> Iterator[str]:
     if cfg.states not in ("auto", "device"):
         yield from broken_by_states(cfg)
     if cfg.pack != "best_fit" and not cfg.documents:
-        yield f"pack={cfg.pack} goes with documents=true only; leave one of them out"
+        yield f"pack={cfg.pack} goes with documents=true only; leave it out, or add --documents=true"
     if cfg.memory_plan == "off" and (cfg.memory_plan_check or cfg.solver != "auto"):
         name = "memory_plan_check" if cfg.memory_plan_check else "solver"
         yield f"{name}={getattr(cfg, name)} goes with memory_plan=bilevel only; leave one of them out"

@@ -326,11 +326,8 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
             fingerprints = {split: fingerprint(partial / f"{split}.bin", whole=True) for split in counts}
             beside = [*STARTS.values(), *(WEIGHTS.values() if weighted else ())]
             fingerprints |= {name: fingerprint(partial / name, whole=True) for name in beside}
-            for split in counts if weighted else ():
-                counts[split]["learned"] = int(np.memmap(partial / WEIGHTS[split], np.uint8, "r").sum())
-                if not counts[split]["learned"]:
-                    raise ConfigError(f"nothing is learned of the {split} split, "
-                                      f"{counted(counts[split]['tokens'], 'token')}: {weighted}")
+            if weighted:
+                count_learned(partial, counts, weighted)
         tokenizer.save(str(partial / "tokenizer.json"))
         sha256 = hashlib.sha256((partial / "tokenizer.json").read_bytes()).hexdigest()
         meta = dict(dtype=dtype, vocab_size=vocab_size, counts=counts, documents=STARTS,
@@ -350,6 +347,15 @@ def write_dataset(out_dir: str | Path, documents: Iterable, tokenizer: Tokenizer
                       for split, n in counts.items())
     print(f"{out_dir}: {sizes}; vocabulary {vocab_size:,} ({dtype}), {time.monotonic() - began:.1f} s")
     return meta
+
+
+def count_learned(folder: Path, counts: dict, why: str) -> None:
+    """Adds to the counts of each split its learned tokens. Errors: ConfigError: there are none, and `why`."""
+    for split, n in counts.items():
+        n["learned"] = int(np.memmap(folder / WEIGHTS[split], np.uint8, "r").sum())
+        if not n["learned"]:
+            raise ConfigError(f"nothing is learned of the {split} split, {counted(n['tokens'], 'token')}: "
+                              f"{why}")
 
 
 def train_with(out_dir: str | Path, meta: dict, block_size: int, *options: str) -> str:
