@@ -236,7 +236,7 @@ def test_two_runs_never_share_an_out_dir(dataset, tmp_path):
 def test_an_out_dir_that_is_a_file(dataset, tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(ConfigError,
-                       match=r"out_dir=.* cannot be written \(File exists\); choose another --out_dir"):
+                       match=r"out_dir=.*/f must be a folder, or nothing yet, and .*/f is no folder; choose"):
         train.main(argv(dataset, tmp_path / "f"))
 
 

@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
     for found in every:
         print(f"{found.check:10} {'right ' if found.right else 'WRONG '} {found.text}")
     where = (f"{cut.ranks} rank{'s' * (cut.ranks > 1)} on "
-             f"{'GPUs' if cut.cfg.device == 'cuda' else 'the CPU'}, a text of its own in place of dataset={cfg.dataset}")
+             f"{'GPUs' if cut.cfg.device == 'cuda' else 'the CPU'}, "
+             f"a text of its own in place of dataset={cfg.dataset}")
     print(f"{'cut':10} {where}: {', '.join(cut.words) or 'nothing'}")
     print(f"{wrong} wrong" if wrong else "right")
     return int(wrong > 0)
