@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation("no-gradient-of-a-bias", "model.py",
              "        bias_backward(dy, dw.proj_b)\n", "", "reference", GPT2),
     Mutation("attention-sees-the-next", "memo/kernels/attention.py",
-             "else Band(n, 0)", "else Band(n, 1)", "kernels", "--attention=math"),
+             "device=q.device).triu_(1)", "device=q.device).triu_(2)", "kernels", "--attention=math"),
     Mutation("shared-keys-sum-over-the-wrong-heads", "memo/kernels/attention.py",
              "(g.unflatten(2, (k.shape[2], -1)).sum(3) for g in (dk, dv))",
              "(g.unflatten(2, (-1, k.shape[2])).sum(2) for g in (dk, dv))", "kernels",

@@ -82,10 +82,12 @@ def of_rows(forward: Callable[..., Result], backward: Callable[..., Gradients]) 
 def math_scores(q: torch.Tensor, k: torch.Tensor, causal: bool | Band) -> torch.Tensor:
     # the product of a query and a key has a variance of D; the softmax wants 1
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), repeated(k, q).float()) * q.shape[-1]**-0.5
-    if causal:
-        n, m = scores.shape[-2:]
-        band = causal if isinstance(causal, Band) else Band(n, 0)
-        scores += hidden_keys(slice(0, n), slice(0, m), band, scores)
+    if isinstance(causal, Band):
+        rows, keys = (slice(0, n) for n in scores.shape[-2:])
+        scores += hidden_keys(rows, keys, causal, scores)
+    elif causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
     return scores
 
 
