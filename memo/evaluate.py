@@ -298,7 +298,7 @@ def check_evaluation(argv: list[str], launch: Launch, passed_over: dict[Path, st
     if longest + 1 > (n := len(data.tokens["val"])):
         raise ConfigError(f"lengths={longest} + 1 must be <= {n}, the tokens of {data.folder / 'val'}.bin; "
                           "give shorter ones, or a --dataset with more text")
-    check_reach(Path(args.out_dir) / OWN, longest, "--lengths")
+    check_reach(Path(args.out_dir) / OWN, longest, cfg.sliding_window, "--lengths")
     if not NEEDLE <= data.vocab_size <= cfg.vocab_size:
         raise ConfigError(f"dataset={cfg.dataset}: vocab_size={data.vocab_size} must be at least {NEEDLE} "
                           f"(a needle's tokens differ) and at most {cfg.vocab_size}, the model's; give a "

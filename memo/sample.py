@@ -153,7 +153,8 @@ def main(argv: list[str]) -> None:
     model = load_model(args.out_dir, args.device, args.dtype)
     check_vocab_size(tokenizer, path, model.cfg.vocab_size)
     ids = prompt_ids(tokenizer, prompt, special, model.cfg.block_size)
-    check_reach(Path(args.out_dir) / OWN, len(ids) + args.max_new_tokens, "--max_new_tokens")
+    check_reach(Path(args.out_dir) / OWN, len(ids) + args.max_new_tokens, model.cfg.sliding_window,
+                "--max_new_tokens")
     shown = ""
     for token in generate(model, ids, args.max_new_tokens, args.temperature, args.top_k, args.seed):
         ids.append(token)

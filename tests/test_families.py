@@ -396,7 +396,7 @@ def test_a_sliding_window_that_reaches_all_is_none(hf):
             (dict(sliding_window=8, use_sliding_window=True, layer_types=["sliding_attention"] * 2), 8),
             (dict(sliding_window=S, use_sliding_window=True, max_window_layers=1, layer_types=None), 0)):
         (hf / "config.json").write_text(json.dumps(config | change))
-        check_reach(hf, S)
+        check_reach(hf, S, window)
         assert model_keys(hf)["sliding_window"] == window
     assert Layout(sliding_window=S, block_size=S, n_embd=64).window == 0
 
@@ -561,6 +561,16 @@ def test_a_longer_context_has_the_models_window(tmp_path):
         load_config(argv)
         with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least {2 * S}"):
             load_config([*argv, f"--block_size={2 * S}"])
+
+
+def test_keys_from_before_there_was_a_window_go_on_without_losing_it(tmp_path):
+    """As long as a run is no longer than it; and what is exported has it still."""
+    came(tmp_path / "hf", "mistral")
+    cfg = Layout(**model_keys(tmp_path / "hf") | dict(sliding_window=0))
+    check_reach(tmp_path / "hf", S, 0)
+    with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least {2 * S}"):
+        check_reach(tmp_path / "hf", 2 * S, 0)
+    assert overlaid(tmp_path / "hf", cfg, "float32")["sliding_window"] == S
 
 
 def test_no_token_is_invented(tmp_path):

@@ -1,6 +1,7 @@
 """Layers with a sliding window: kernels within a band, every layout, the reach of a token, the estimate."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
 from memo.estimate.packed import met_by_ranks
 from memo.estimate.unit_seconds import modelled_rates
-from memo.kernels.attention import BACKENDS, facts_of, resolve_attention
+from memo.kernels.attention import BACKENDS, facts_of, resolve_attention, said
 from memo.kernels.backends import missing
 from memo.kernels.bands import Band
-from memo.layer.masks import CAUSAL
+from memo.layer.masks import CAUSAL, documents
 from memo.layer.tiles import RowOrder
+from memo.planner.allocator import NoArena
 from memo.states.passes import Model
 from memo.system.hardware import machine
 from model import GPT
@@ -136,6 +138,26 @@ def test_the_estimate_counts_what_the_window_leaves(keys):
     assert flops == pytest.approx(2 * cfg.n_embd * squares_met(S, W), rel=1e-4)
     whole = modelled_rates(replace(cfg, sliding_window=0), H100, 2)
     assert layer.forward_s < whole.forward_s / 3
+
+
+def test_calls_by_lengths_go_from_document_to_document():
+    """Those longer than the window, too, which are other tiles."""
+    ends = list(accumulate([10, 300] * 6))
+    starts = []
+
+    def place(t):
+        starts.append(t.tolist())
+        return t
+    order = RowOrder([(ends[-1],)], masks=[documents(ends, 64)])
+    [met] = order.meetings(0, 0, ends[-1], NoArena().fence, place)
+    (call,), = met.tiles()
+    assert starts == [[0, *ends]] and call.causal.left == 63 and call.causal.longest == 300
+
+
+def test_an_open_side_of_a_band_is_said_as_each_package_says_it():
+    assert said(Band(0, -1)) == dict(window_size_left=0, window_size_right=-1, causal=False)
+    assert said(Band(0, -1), None)["window_size_right"] is None
+    assert said(Band(5, 0), None) == dict(window_size_left=5, window_size_right=0, causal=True)
 
 
 def test_a_kernel_without_windows_is_passed_over():

@@ -171,6 +171,9 @@ def window_of(path: Path, hf: Mapping[str, Json], L: int) -> tuple[int, bool]:
         first = 0 if types else hf.get("max_window_layers", 28)
         if used is False or (used is True and first in range(L, 2**31)):
             return 0, True
+    elif types and window is not None and not SLIDES[types[0]]:
+        raise wrong(path, "layer_types", types, f"absent: sliding_window={window} is that of every layer",
+                    GIVE_OTHER)
     if window is None or kind == "gpt2" or (types and not SLIDES[types[0]]):
         return 0, True
     if type(window) is not int or window < 1:
@@ -178,15 +181,15 @@ def window_of(path: Path, hf: Mapping[str, Json], L: int) -> tuple[int, bool]:
     return window, kind != "llama" and first == 0
 
 
-def check_reach(folder: Path | str, S: int, option: str = "--block_size") -> None:
-    """Raises ConfigError where some layers of the model in `folder`, and not all, attend to less than S =
-    `option` tokens."""
+def check_reach(folder: Path | str, S: int, W: int = 0, option: str = "--block_size") -> None:
+    """Raises ConfigError where a layer of the model in `folder` attends to less than S = `option` tokens, and
+    not all have `W`, the window of memo's keys."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
     hf = load_json(path, GIVE_FOLDER)
-    window, alike = window_of(path, hf, keys_of(path, hf)["n_layer"])
-    if not alike and window < S:
+    window, _ = window_of(path, hf, keys_of(path, hf)["n_layer"])
+    if window != W and 0 < window < S:  # some layers have one; or the keys are from before there were any
         raise wrong(path, "sliding_window", window, f"null, or at least {S}, the length of the run",
                     "in memo all layers have the same window; to train it without one, set it to null there, "
                     f"or give a smaller {option}")
@@ -233,7 +236,7 @@ def family_of(cfg: Config) -> str:
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
         wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
-                      head_width=cfg.n_embd // cfg.n_head, sliding_window=0)
+                      head_width=cfg.n_embd // cfg.n_head, window=0)
     else:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
         kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
@@ -241,7 +244,7 @@ def family_of(cfg: Config) -> str:
         like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
         if getattr(cfg, name) != value:
-            key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)
+            key = dict(kv_heads="n_kv_head", head_width="head_dim", window="sliding_window").get(name, name)
             raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers "
                               f"has nothing else); train with --{key}={value}")
     return kind
@@ -277,8 +280,11 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     """Makes the folder `own`'s config.json with what training as `cfg` has changed. Errors: ConfigError."""
     path = own / CONFIG
     hf = load_json(path, GIVE_FOLDER)
-    config = hf_config(cfg, dtype, {})
-    before = hf_config(type(cfg)(**keys_of(path, hf)), dtype, {})
+    own_keys = keys_of(path, hf)
+    # the keys may be from before there was one
+    if not cfg.sliding_window and own_keys.get("sliding_window", 0) >= cfg.block_size:
+        cfg = replace(cfg, sliding_window=own_keys["sliding_window"])
+    config, before = hf_config(cfg, dtype, {}), hf_config(type(cfg)(**own_keys), dtype, {})
     named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
     if keys_of(path, hf | changed) != keys_of(path, config):  # a scaling that counts from a length not in it

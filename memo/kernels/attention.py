@@ -194,14 +194,16 @@ UNUSED = dict.fromkeys(
 UNUSED |= dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0, return_softmax=False)
 
 
-def said(causal: Sees) -> dict[str, object]:
-    """Says which queries meet which keys, as the packages call it."""
+def said(causal: Sees, unbound: int | None = -1) -> dict[str, object]:
+    """Says which queries meet which keys, as the packages call it. `unbound`: a side of a window that has no
+    end, in flash-attn-4 None."""
     if isinstance(causal, Lengths):
         lengths = [n for n in causal[:2] for _ in range(2)]
         window = {WINDOW[0]: causal.left} if causal.left >= 0 else {}
         return dict(zip(LENGTHS, lengths, strict=True), causal=True) | window
     if isinstance(causal, Band):
-        return dict(zip(WINDOW, causal, strict=True), causal=causal.right == 0)
+        sides = causal.left, unbound if causal.right < 0 else causal.right
+        return dict(zip(WINDOW, sides, strict=True), causal=causal.right == 0)
     return dict(causal=causal)
 
 
@@ -239,6 +241,7 @@ def installed_kernel(name: str) -> Kernel:
             raise Unusable("it is not installed") from None
         raise Unusable(f"it cannot be imported ({reason(e)})") from None
     lse: dict[str, bool] = dict(return_lse=True) if name == "flash_attn_4" else {}
+    unbound = None if name == "flash_attn_4" else -1
     of_keys = "q", "k", "v", "scale", "causal", *lse
     of_gradients = "dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "scale", "causal", "deterministic"
 
@@ -254,14 +257,14 @@ def installed_kernel(name: str) -> Kernel:
     def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Sees,
                           **out: torch.Tensor) -> Result:
         call, _ = known[isinstance(causal, Lengths)]
-        return call(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, **said(causal), **lse, **out)[:2]
+        return call(q=q, k=k, v=v, scale=q.shape[-1]**-0.5, **said(causal, unbound), **lse, **out)[:2]
 
     def attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                            out: torch.Tensor, lse: torch.Tensor, causal: Sees) -> Gradients:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _, call = known[isinstance(causal, Lengths)]
         call(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, scale=q.shape[-1]**-0.5,
-             **said(causal), deterministic=torch.are_deterministic_algorithms_enabled())
+             **said(causal, unbound), deterministic=torch.are_deterministic_algorithms_enabled())
         return dq, dk, dv
     label = next((f"{name} {found.version}" for found in distributions(name=distribution)), name)
     # flash-attn-4 has a backward of lengths on a Hopper from beta 5 on, as it has this
@@ -336,7 +339,7 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_
     label says what many of them go by, if not by its own lengths. With a `window` it has bands. Errors:
     ConfigError."""
     if device.type == "meta":
-        return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
+        return BACKENDS.get(("flash" if window else "cudnn") if name == "auto" else name) or Kernel(
             name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
     facts, found = facts_of(device, dtype, head_dim, aligned, window)
     name, why = choose_kernel(name, facts)

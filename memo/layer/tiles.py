@@ -54,10 +54,12 @@ class Meeting:
         if (rank, source) not in self.known:  # all layers and heads ask again
             found = [self.tiles_of_batch(self.queries[rank], piece[source]) for piece in self.pieces]
             if self.place and rank == source:
-                squares = tuple(tile for tile in found[-1] if tile.queries == tile.keys)  # of each document
+                squares = [tile for tile in found[-1] if tile.queries == tile.keys]  # of each document
                 if len(squares) > FEW:
                     others = tuple(tile for tile in found[-1] if tile not in squares)
-                    found[-1] = (*others, *self.calls_by_lengths(squares))
+                    # those longer than a window came first
+                    squares.sort(key=lambda tile: (tile.of.start or 0, tile.queries.start or 0))
+                    found[-1] = (*others, *self.calls_by_lengths(tuple(squares)))
             self.known[rank, source] = found
         return self.known[rank, source]
 

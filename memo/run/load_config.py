@@ -168,7 +168,7 @@ def starting_keys(given: Keys, typed_in: Collection[str], passed_over: Mapping[P
             raise ConfigError(f"{name}={given[name]} differs from {value} of the weights that "
                               f"init_from={init_from} loads; {remedy}")
     model = Path(out_dir) / OWN if init_from == "resume" else Path(init_from.removeprefix("hf:"))
-    check_reach(model, given.get("block_size", base["block_size"]))
+    check_reach(model, given.get("block_size", base["block_size"]), base.get("sliding_window", 0))
     return {k: v for k, v in base.items() if k in KEYS and k != "allow_other_data"}  # it is for one command
 
 

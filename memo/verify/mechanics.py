@@ -17,6 +17,7 @@ from memo.config.layer import Tensor, groups_of
 from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.where import Room, place_rows, problem_of, ways_of
 from memo.kernels.attention import resolve_attention
+from memo.kernels.bands import Band
 from memo.layer.tiles import Batch
 from memo.memory.placement import Placement, rows
 from memo.planner.allocator import NoArena
@@ -160,12 +161,15 @@ def influence_faults(model: Model, batch: Batch, rank: int) -> list[str]:
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    causal: bool) -> tuple[torch.Tensor, ...]:
+                    causal: bool | Band) -> tuple[torch.Tensor, ...]:
     """Computes attention's (output (B, T, H, D), logsumexp (B, H, T)), all scores at once."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1) > 0, -math.inf)
+        n = len(scores[0, 0])
+        left, right = causal if isinstance(causal, Band) else (n, 0)
+        seen = torch.ones(n, n).triu(-left).tril(right if right >= 0 else n)
+        scores = scores.masked_fill(seen == 0, -math.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
@@ -173,10 +177,13 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     """Compares the run's attention kernel with fp64 at its own heads, odd lengths, and scores far below 0,
     where a sum of exponentials would be 0 -> faults, in words."""
     # roundings of q, k, v, probabilities and results in 8 bits, or 24
-    kernel, bound, faults = resolve_attention(cfg.attention, device, dtype, cfg.head_width), (
-        2e-2 if dtype == torch.bfloat16 else 1e-5), list[str]()
+    kernel = resolve_attention(cfg.attention, device, dtype, cfg.head_width, window=cfg.window > 0)
+    bound, faults = 2e-2 if dtype == torch.bfloat16 else 1e-5, list[str]()
     heads, g = max(1, cfg.n_head // cfg.kv_heads), torch.Generator().manual_seed(cfg.seed)
-    for queries, keys, causal, low in ((257, 257, True, 0), (129, 385, False, 0), (131, 131, True, 150)):
+    cases: list[tuple[int, int, bool | Band, int]] = [
+        (257, 257, True, 0), (129, 385, False, 0), (131, 131, True, 150)]
+    cases += [(n, n, band, 0) for n in (131, 400) for band in (Band(40, 0), Band(0, -1)) if cfg.window]
+    for queries, keys, causal, low in cases:
         q, k, v, dout = (torch.randn(1, n, h, cfg.head_width, generator=g).to(device, dtype)
                          for n, h in ((queries, 2 * heads), (keys, 2), (keys, 2), (queries, 2 * heads)))
         if low:  # each product of a query and a key is -low * sqrt(D) or so
@@ -185,15 +192,18 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
         leaves = q_, k_, v_ = [t.double().cpu().requires_grad_() for t in (q, k, v)]
         exact = exact_attention(q_, k_, v_, causal)
         exact += torch.autograd.grad(exact[0], leaves, dout.double().cpu())
-        out, lse = kernel.forward(q, k, v, causal)
-        got = [out, lse, *kernel.backward(dout, q, k, v, out, lse, causal)]
+        in_band = isinstance(causal, Band) and kernel.bands
+        forward, backward = in_band or (kernel.forward, kernel.backward)
+        out, lse = forward(q, k, v, causal)
+        got = [out, lse, *backward(dout, q, k, v, out, lse, causal)]
         for name, one, right in zip(("output", "logsumexp", "dq", "dk", "dv"), got, exact, strict=True):
             # of far scores all keys weigh the same: differences of gradients nearly cancel
             error = relative(one.cpu(), right.detach()) if not (low and name in ("dq", "dk")) else 0.0
             # a score of -150 has an error of 1e-5 in fp32, and so has its exponential
             if not (error <= max(bound, 1e-6 * low) and one.isfinite().all()):
-                faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys, logsumexp "
-                              f"near {lse.mean():.0f} is off by {error:.1e}, at most {bound:.0e}")
+                faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys"
+                              f"{' within a band' * bool(in_band)}, logsumexp near {lse.mean():.0f} is off "
+                              f"by {error:.1e}, at most {bound:.0e}")
     return faults
 
 
