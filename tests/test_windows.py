@@ -57,7 +57,7 @@ def test_a_band_is_what_the_mathematics_masks(name, n, kv_heads, band):
         torch.testing.assert_close(mine.double(), exact, rtol=limit, atol=limit)
 
 
-# windows shorter and longer than the chunks of the ranks; each other case has documents
+# windows shorter and longer than the chunks of the ranks; each other layout has documents, too
 LAYOUTS = [("dp1", "ring", {}, 20), ("dp1", "ring", dict(subsequences=3), 33),
            ("dp1", "ring", dict(subsequences=8), 5),
            ("cp4", "ring", {}, 9), ("cp4", "ring", {}, 50), ("cp2", "ring", dict(subsequences=3), 40),
@@ -76,8 +76,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("text,kind,more,window", LAYOUTS)
+@pytest.mark.parametrize("text,kind,more,window,documents", [
+    *((*case, False) for case in LAYOUTS), *((*case, True) for case in LAYOUTS[1::2])])
 def test_every_layout_gives_the_gradients_of_one_process(folder, text, kind, more, window, documents):
     """Of one process without documents, where memo.verify compares that with fp64; with them of fp64."""
     family = FAMILIES["qwen" if window % 2 else "gpt"]
