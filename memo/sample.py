@@ -65,7 +65,8 @@ def prefill(model: Model, cache: torch.Tensor, prompt: list[int]) -> torch.Tenso
 def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torch.Tensor:
     """Computes the logits (V,), fp32, behind one token more. The cache has all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
-    turn = model.gpt.rotations_of(positions)
+    turn, end = model.gpt.rotations_of(positions), position + 1
+    seen = slice(max(0, end - (model.cfg.window or end)), end)
     model.bring(0)
     model.gpt.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
     layers = zip(model.gpt.blocks, swap.layers, cache, swap.x[1:], strict=True)
@@ -73,8 +74,7 @@ def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torc
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
         s.turn = turn
-        first = max(0, position + 1 - model.cfg.window) if model.cfg.window else 0
-        block.extend(s, k[:, first:position + 1], v[:, first:position + 1], y)
+        block.extend(s, k[:, seen], v[:, seen], y)
     model.bring(len(model.gpt.blocks) + 1)
     return last_logits(model, swap.x[-1])
 

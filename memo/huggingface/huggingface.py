@@ -33,7 +33,7 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-SLIDES = {"full_attention": False, "sliding_attention": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -163,18 +163,19 @@ def window_of(path: Path, hf: Mapping[str, Json], L: int) -> tuple[int, bool]:
     kind = hf["model_type"]
     window = hf.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
     types, first = hf.get("layer_types"), 0
-    if types is not None and not (isinstance(types, list) and len({*map(str, types)} & SLIDES.keys()) == 1
-                                  and all(t == types[0] for t in types)):
-        raise wrong(path, "layer_types", types, f"{' or '.join(SLIDES)} in every layer", GIVE_OTHER)
+    if types is not None and not (isinstance(types, list) and types and any(
+            types == [name] * len(types) for name in (FULL, SLIDING))):
+        raise wrong(path, "layer_types", types, f"{FULL} or {SLIDING} in every layer", GIVE_OTHER)
+    full = isinstance(types, list) and types[0] == FULL
     if kind.startswith("qwen"):
         used = hf.get("use_sliding_window") or False
         first = 0 if types else hf.get("max_window_layers", 28)
         if used is False or (used is True and first in range(L, 2**31)):
             return 0, True
-    elif types and window is not None and not SLIDES[types[0]]:
+    elif full and window is not None:
         raise wrong(path, "layer_types", types, f"absent: sliding_window={window} is that of every layer",
                     GIVE_OTHER)
-    if window is None or kind == "gpt2" or (types and not SLIDES[types[0]]):
+    if window is None or kind == "gpt2" or full:
         return 0, True
     if type(window) is not int or window < 1:
         raise wrong(path, "sliding_window", window, "null, or at least 1")

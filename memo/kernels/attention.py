@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from memo.kernels.bands import Band, hidden_keys
 aten = torch.ops.aten
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = Sequence[torch.Tensor]  # dq, dk, dv
+T = TypeVar("T")
 Pair = tuple[Callable[..., Result], Callable[..., Gradients]]  # forward, backward
 
 
@@ -54,6 +55,22 @@ class Kernel(NamedTuple):
     # of as many queries as keys: with Band, or with Lengths, in the place of `causal`
     bands: Pair | None = None
     lengths: Pair | None = None
+
+
+def one_of(plain: Callable[..., T], mask: type, other: Callable[..., T]) -> Callable[..., T]:
+    """Calls a Kernel's function, or where its last argument, in the place of a causal one, is such a `mask`,
+    the other one."""
+    return lambda *args, **out: (other if isinstance(args[-1], mask) else plain)(*args, **out)
+
+
+def for_any_mask(kernel: Kernel) -> Kernel:
+    """Makes forward and backward of a kernel take a Band or Lengths in the place of `causal`, too, as far as
+    it has functions of these."""
+    for mask, pair in ((Lengths, kernel.lengths), (Band, kernel.bands)):
+        if pair:
+            kernel = kernel._replace(forward=one_of(kernel.forward, mask, pair[0]),
+                                     backward=one_of(kernel.backward, mask, pair[1]))
+    return kernel
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -22,14 +22,13 @@ from math import gcd
 
 import torch
 
-from memo.kernels.attention import Gradients, Kernel, Lengths, Result
-from memo.kernels.bands import Band
+from memo.kernels.attention import Gradients, Kernel, Result, for_any_mask
 from memo.layer.activations import Pieces
 from memo.layer.attend import Attention, Meanwhile, Pair, nothing
 from memo.layer.masks import EVERYTHING, KINDS, Tile, Tiles
 from memo.layer.tiles import Fence, Meeting
 from memo.parallel.visits import Visits, jump
-from memo.system.axis import Axis, Hop, T
+from memo.system.axis import Axis, Hop
 
 # --- the pieces that lie on this rank ---
 
@@ -362,22 +361,12 @@ def ulysses_backward(kernel: Kernel, axis: Axis, whole: bool, dout: torch.Tensor
 
 # --- one rank, and the choice ---
 
-def one_of(plain: Callable[..., T], mask: type, other: Callable[..., T]) -> Callable[..., T]:
-    """Calls a Kernel's function, or where its last argument, in the place of a causal one, is such a `mask`,
-    the other one."""
-    return lambda *args, **out: (other if isinstance(args[-1], mask) else plain)(*args, **out)
-
-
 def attention_over_ranks(kernel: Kernel, axis: Axis, kind: str, merge: Callable[..., object],
                          ahead: int = 1) -> tuple[Attention, Attention]:
     """Makes of `kernel`, whose partial results `merge` of an Ops merges, attention over the tokens that the
     ranks of `axis` share by a ring or ulysses: (to a whole sequence, to pieces of several subsequences).
     `ahead`: blocks of keys on their way beside one."""
-    kernel = kernel._replace(merge=merge)
-    for mask, pair in ((Lengths, kernel.lengths), (Band, kernel.bands)):
-        if pair:
-            kernel = kernel._replace(forward=one_of(kernel.forward, mask, pair[0]),
-                                     backward=one_of(kernel.backward, mask, pair[1]))
+    kernel = for_any_mask(kernel._replace(merge=merge))
     if axis.size == 1:
         alone = Attention(
             kernel.name, kernel.label,

@@ -56,7 +56,7 @@ class Meeting:
             if self.place and rank == source:
                 squares = [tile for tile in found[-1] if tile.queries == tile.keys]  # of each document
                 if len(squares) > FEW:
-                    others = tuple(tile for tile in found[-1] if tile not in squares)
+                    others = (tile for tile in found[-1] if tile.queries != tile.keys)
                     # those longer than a window came first
                     squares.sort(key=lambda tile: (tile.of.start or 0, tile.queries.start or 0))
                     found[-1] = (*others, *self.calls_by_lengths(tuple(squares)))
@@ -105,23 +105,25 @@ class Meeting:
         B, ranks = len(self.masks), range(len(self.queries))
         for other in ranks if self.masks[0].window < inf else ():
             for pair in {(rank % len(ranks), other), (other, rank % len(ranks))}:
-                self.known[pair] = [self.largest(of_piece, piece[pair[1]]) for of_piece, piece in zip(
+                *before, last = [self.largest(of_piece, piece[pair[1]]) for of_piece, piece in zip(
                     self.tiles(*pair), self.pieces, strict=True)]
+                if pair[0] == pair[1]:  # who alone has its own keys
+                    last += (Tile(EVERYTHING, EVERYTHING, Band(int(self.masks[0].window) - 1, 0)),)
+                self.known[pair] = [*before, last]
         tiles = self.own_tiles(rank)
-        largest = [(EVERYTHING, B * self.rows)] + [(slice(0, 1), self.rows)] * (B > 1)
-        for of, rows in largest if self.place else ():
+        calls = [(EVERYTHING, B * self.rows)] + [(slice(0, 1), self.rows)] * (B > 1)
+        for of, rows in calls if self.place else ():
             n = min(rows, most_documents(rows))
             worst = self.lengths([rows * i // n for i in range(n + 1)], self.rows)
             tiles[-1] = (*tiles[-1], Tile(EVERYTHING, EVERYTHING, worst, of))
 
     def largest(self, of_piece: Tiles, keys: Ranges) -> Tiles:
-        """Lists the largest tile of each kind where one document has those `of_piece`."""
+        """Lists the largest tile of each kind, but of a rank's own keys, where one document has those
+        `of_piece`. A full tile requests as much as a causal one."""
         window = int(self.masks[0].window)
         n, m = (min(window, rows) for rows in (self.rows, sum(end - first for first, end in keys)))
         edge = slice(0, min(n, m))
-        tiles = Tile(slice(0, n), slice(0, m), False), Tile(edge, edge, Band(0, -1))
-        own = (Tile(EVERYTHING, EVERYTHING, Band(window - 1, 0)),) if keys in self.queries else ()
-        return tiles + own if of_piece else ()
+        return (Tile(slice(0, n), slice(0, m), False), Tile(edge, edge, Band(0, -1))) if of_piece else ()
 
     def tiles_of_batch(self, queries: Ranges, keys: Ranges) -> Tiles:
         """Lists the tiles of all sequences; neighbours of one mask share theirs."""

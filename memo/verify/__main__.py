@@ -15,7 +15,7 @@ Exit code 0: all is right; 1: a check failed, its line comes first; 2: bad input
 import sys
 
 from memo.config.config import Config
-from memo.config.keys import Keys, option, typed
+from memo.config.keys import Keys, counted, option, typed
 from memo.errors import ConfigError
 from memo.run.load_config import load_keys
 from memo.system.command import answer_early, check_alone, run
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
         return int(wrong > 0)
     for found in every:
         print(f"{found.check:10} {'right ' if found.right else 'WRONG '} {found.text}")
-    where = (f"{cut.ranks} rank{'s' * (cut.ranks > 1)} on "
-             f"{'GPUs' if cut.cfg.device == 'cuda' else 'the CPU'}, "
+    where = (f"{counted(cut.ranks, 'rank')} on {'GPUs' if cut.cfg.device == 'cuda' else 'the CPU'}, "
              f"a text of its own in place of dataset={cfg.dataset}")
     print(f"{'cut':10} {where}: {', '.join(cut.words) or 'nothing'}")
     print(f"{wrong} wrong" if wrong else "right")

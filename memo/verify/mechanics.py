@@ -16,7 +16,7 @@ from memo.config.config import Config
 from memo.config.layer import Tensor, groups_of
 from memo.config.layout import Layout, subsequence_lengths
 from memo.decide.where import Room, place_rows, problem_of, ways_of
-from memo.kernels.attention import resolve_attention
+from memo.kernels.attention import for_any_mask, resolve_attention
 from memo.kernels.bands import Band
 from memo.layer.tiles import Batch
 from memo.memory.placement import Placement, rows
@@ -177,7 +177,8 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     """Compares the run's attention kernel with fp64 at its own heads, odd lengths, and scores far below 0,
     where a sum of exponentials would be 0 -> faults, in words."""
     # roundings of q, k, v, probabilities and results in 8 bits, or 24
-    kernel = resolve_attention(cfg.attention, device, dtype, cfg.head_width, window=cfg.window > 0)
+    kernel = for_any_mask(resolve_attention(cfg.attention, device, dtype, cfg.head_width,
+                                            window=cfg.window > 0))
     bound, faults = 2e-2 if dtype == torch.bfloat16 else 1e-5, list[str]()
     heads, g = max(1, cfg.n_head // cfg.kv_heads), torch.Generator().manual_seed(cfg.seed)
     cases: list[tuple[int, int, bool | Band, int]] = [
@@ -192,18 +193,16 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
         leaves = q_, k_, v_ = [t.double().cpu().requires_grad_() for t in (q, k, v)]
         exact = exact_attention(q_, k_, v_, causal)
         exact += torch.autograd.grad(exact[0], leaves, dout.double().cpu())
-        in_band = isinstance(causal, Band) and kernel.bands
-        forward, backward = in_band or (kernel.forward, kernel.backward)
-        out, lse = forward(q, k, v, causal)
-        got = [out, lse, *backward(dout, q, k, v, out, lse, causal)]
+        out, lse = kernel.forward(q, k, v, causal)
+        got = [out, lse, *kernel.backward(dout, q, k, v, out, lse, causal)]
         for name, one, right in zip(("output", "logsumexp", "dq", "dk", "dv"), got, exact, strict=True):
             # of far scores all keys weigh the same: differences of gradients nearly cancel
             error = relative(one.cpu(), right.detach()) if not (low and name in ("dq", "dk")) else 0.0
             # a score of -150 has an error of 1e-5 in fp32, and so has its exponential
             if not (error <= max(bound, 1e-6 * low) and one.isfinite().all()):
-                faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys"
-                              f"{' within a band' * bool(in_band)}, logsumexp near {lse.mean():.0f} is off "
-                              f"by {error:.1e}, at most {bound:.0e}")
+                within = " within a band" * isinstance(causal, Band)
+                faults.append(f"attention={kernel.name}: {name} of {queries} queries, {keys} keys{within}, "
+                              f"logsumexp near {lse.mean():.0f} is off by {error:.1e}, at most {bound:.0e}")
     return faults
 
 
