@@ -138,20 +138,22 @@ def passes(folder, count, rounds):
     model.arena = Arena(CPU, "greedy")
     model.arena.replay(reserve.requests_of_a_step(model, model.arena))
     packing, order, here = data.packings["train"], row_order(cfg, S, ALONE), machine_here("here")
-    got, found = estimate(cfg, here, 1, fast_arena, Documents(folder, packing)), []
+    got = estimate(cfg, here, 1, fast_arena, Documents(folder, packing))
     stages = [replace(stage, totals=None) for stage in got.stages]
-    for step in range(count):
-        batch = model.on_device(data.draw(cfg, "train", step, 0, 1, order))
-        seconds = []
-        for _ in range(rounds + 1):
+    drawn = [model.on_device(data.draw(cfg, "train", step, 0, 1, order)) for step in range(count)]
+    taken = [list[float]() for _ in drawn]
+    for _ in range(rounds + 1):  # in turns: a machine that is slow for a while is so for all of them
+        for seconds, batch in zip(taken, drawn, strict=True):
             begin = process_time()
             model.forward(*batch, scale=1.0, learned=S)
             model.backward()
             seconds.append(process_time() - begin)
+    seconds = [median(each[1:]) for each in taken]
+
+    def expected(step):
         parts = step_s(stages, here, 1, 4, modelled_rates(cfg, here, 4, partial(sample_of, packing, step)))
-        expected = parts["step"] - parts["gradients and parameters"] - parts["optimizer"]
-        found.append((min(seconds[1:]), expected))
-    return dict(over_estimate=[s / expected for s, expected in found], seconds=[s for s, _ in found],
+        return parts["step"] - parts["gradients and parameters"] - parts["optimizer"]
+    return dict(over_estimate=[s / expected(step) for step, s in enumerate(seconds)], seconds=seconds,
                 misses=model.arena.stats().misses, plans=len(model.arena.plans))
 
 
