@@ -35,6 +35,7 @@ from memo.config.config import Config
 from memo.config.layer import KEYS_VALUES, layer_of
 from memo.config.layout import Layout
 from memo.config.rope import parse_scaling, scaled
+from memo.config.settings import Rope
 from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import aligned
 from memo.kernels.matmul import Linear, Operand, check_products, matmul_of
@@ -335,15 +336,14 @@ class GPT:
         # the ranks share the heads out, each at least one
         return (1 if self.cfg.metp else self.mesh.weights.size) * ranks, heads // math.gcd(heads, ranks)
 
-    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Computes (n, tp or 1, D/2), rows as q's and k's, from (N,); None where positions are learned."""
+    def rotations_of(self, positions: torch.Tensor, rope: Rope | None) -> torch.Tensor | None:
+        """Computes (n, tp or 1, D/2), rows as q's and k's, from (N,); None where none is rotated in."""
         cfg, tp = self.cfg, self.mesh.weights
-        if cfg.position == "learned":
+        if rope is None:
             return None
         mine = positions[tp.rank::tp.size] if cfg.metp else positions
-        turn = rotations(mine, cfg.head_width, cfg.rope_theta,
-                         *scaled(cfg.head_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling)),
-                         pin=cfg.pin_memory)
+        turn = rotations(mine, cfg.head_width, rope.theta,
+                         *scaled(cfg.head_width, rope.theta, parse_scaling(rope.scaling)), pin=cfg.pin_memory)
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
 

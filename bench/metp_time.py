@@ -353,10 +353,10 @@ def cpu(rounds):
         models[name] = model = Model(GPT, cfg, CPU, torch.float32)
         Optimizer(model, cfg).load(initial_weights(cfg, 0, CPU))
         model.reserve(1, S)
-    host, took, again = Axis("host"), {"today": [], "metp": []}, []
+    took, again = {"today": [], "metp": []}, []
     for _ in range(rounds):
         for name, model in models.items():
-            [unit], _ = layer_rates(model.gpt.blocks[0], model.swap, CPU, host)
+            [unit], _ = layer_rates(model)
             took[name].append(unit.forward_s + unit.backward_s)
             if name == "today":
                 again.append(sum(s for group, s in unit.groups_s.items() if group != "mid"))

@@ -84,11 +84,11 @@ def take_memory(cfg: Config, alpha: float, dtype: torch.dtype, device: torch.dev
                          else (whole[:t.nbytes], whole[kept_bytes[name]:]))
     host_bytes, used = max(0, L - 2) * sum(kept_bytes.values()), 0
     slab = HostSlab(host_bytes, device) if host_bytes else None  # page-locked for a GPU
-    layers, met = [], one_sequence(cfg.block_size, cfg.window)  # which tokens meet
+    layers, met = [], [one_sequence(cfg.block_size, kind.window) for kind in cfg.kinds]  # which tokens meet
     for k in range(L + 1):
         mine = {name: buffers[name][k % len(buffers[name])] for name in tensors}
         s = Skeleton({name: mine[name].view(getattr(torch, t.dtype) if t.dtype else dtype).view(t.shape)
-                      for name, t in tensors.items()}, meetings=[met])
+                      for name, t in tensors.items()}, meetings=[met[k % L]])
         layers.append(s)
         for name, t in tensors.items():
             if k < L - 1 and rows[name] < n:  # the last layer's rows are all there when its backward comes
@@ -114,14 +114,15 @@ def training_step(gpt: Transformer, memory: Memory, streams: Streams, tokens: to
     computed, offloaded, done, prefetched = ([Event(f"{what} {k}") for k in range(L)] for what in (
         "forward", "offload", "backward", "prefetch"))
     positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens))
-    turn = gpt.rotations_of(positions)  # rotary positions; None where positions are learned
+    kinds = gpt.cfg.kinds  # of layers; their rotary positions, None where none are rotated in
+    turns = {kind.rope: gpt.rotations_of(positions, kind.rope) for kind in kinds}
     ids, loss = tokens.reshape(-1), torch.zeros((), device=tokens.device)
 
     compute.launch("embedding", edges.embed, ids, positions, layers[0].x)
     for k in range(L):
         if k >= 2:  # protects layer k - 2: its copy still reads the buffer that layer k writes over
             compute.wait(offloaded[k - 2])
-        layers[k].turn = turn
+        layers[k].turn = turns[kinds[k].rope]
         compute.launch(f"forward {k}", blocks[k].forward, layers[k], layers[k + 1].x)
         if k < L - 2:
             compute.record(computed[k])

@@ -65,15 +65,16 @@ def prefill(model: Model, cache: torch.Tensor, prompt: list[int]) -> torch.Tenso
 def decode(model: Model, cache: torch.Tensor, token: int, position: int) -> torch.Tensor:
     """Computes the logits (V,), fp32, behind one token more. The cache has all positions before."""
     swap, positions = model.swap, torch.tensor([position], device=model.device)
-    turn, end = model.gpt.rotations_of(positions), position + 1
-    seen = slice(max(0, end - (model.cfg.window or end)), end)
+    kinds, end = model.cfg.kinds, position + 1
+    turns = {kind.rope: model.gpt.rotations_of(positions, kind.rope) for kind in kinds}
     model.bring(0)
     model.gpt.edges.embed(torch.tensor([token], device=model.device), positions, out=swap.x[0])
     layers = zip(model.gpt.blocks, swap.layers, cache, swap.x[1:], strict=True)
     for i, (block, s, (k, v), y) in enumerate(layers):
         assert isinstance(block, Block)  # METP serves several ranks
         model.bring(i + 1)  # which may have the place of another one
-        s.turn = turn
+        s.turn = turns[kinds[i].rope]
+        seen = slice(max(0, end - (kinds[i].window or end)), end)
         block.extend(s, k[:, seen], v[:, seen], y)
     model.bring(len(model.gpt.blocks) + 1)
     return last_logits(model, swap.x[-1])

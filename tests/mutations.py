@@ -220,7 +220,7 @@ MUTATIONS = [
              "layout", f"{DOCUMENTS} --cp=2 --subsequences=1",
              "ring attention packed sequences cu_seqlens mask"),
     Mutation("metp-sees-other-documents", "memo/states/passes.py",
-             "masks=[documents(of, cfg.window) for of in packed.ends])",
+             "masks=[documents(of) for of in packed.ends])",
              "masks=[documents(of) for of in packed.ends] if not cfg.metp else order.masks)", "layout",
              f"{DOCUMENTS} --tp=2 --tensor_parallel=metp --subsequences=1"),
     Mutation("subsequences-see-other-documents", "memo/layer/tiles.py",

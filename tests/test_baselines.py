@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memo.config.layout import Layout
+from memo.config.settings import Kind
 from memo.errors import ConfigError
 from memo.system import hardware
 from memo.verify.reference import ReferenceLayer
@@ -39,7 +40,7 @@ A800 = hardware.machine("a800-80gb")
 def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
     cfg = Layout(n_layer=1, n_head=4, n_embd=64, n_kv_head=kv_heads, n_inner=160, vocab_size=64,
                  block_size=32, batch_size=2, mlp=mlp, subsequences=1)
-    block, saved = ReferenceLayer(cfg), {}
+    block, saved = ReferenceLayer(cfg, Kind(0, None)), {}
 
     def save(tensor):
         storage = tensor.untyped_storage()
@@ -47,7 +48,7 @@ def test_a_layer_keeps_what_autograd_saves(mlp, kv_heads):
         return tensor
     x = torch.randn(2, 32, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        y = block(x, None, None)
+        y = block(x, {})
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
     found = sum(nbytes for at, nbytes in saved.items() if at not in parameters)
     unfused = 2 * 32 * 160 * FP32 if mlp == "swiglu" else 0  # autograd keeps silu(gate), too

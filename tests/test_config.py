@@ -27,6 +27,7 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
         qkv_bias qk_norm tie_embeddings gelu position rope_theta rope_scaling sliding_window
+        layer_types rope_local_theta
         dataset check_data allow_other_data documents pack batch_size gradient_accumulation_steps
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
@@ -66,6 +67,20 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
       '"original_max_position_embeddings": 64}'],
      "rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally fast); raise it, or give "
      "rope_type linear"),
+    (["--layer_types=sliding,half", "--sliding_window=8"],
+     "layer_types='sliding,half' must be kinds of layers, sliding or full or either with -nope, each with "
+     "how often it follows itself, as in sliding*5,full"),
+    (["--layer_types=sliding*99,full", "--sliding_window=8"],
+     "layer_types='sliding*99,full' has 100 layers, more than n_layer=4; leave some out, for they come over "
+     "and over"),
+    (["--layer_types=sliding,full"], "layer_types='sliding,full' has a sliding layer and sliding_window=0; "
+     "give the tokens that it sees"),
+    (["--layer_types=full-nope", "--sliding_window=8"], "layer_types='full-nope' has no sliding layer and "
+     "sliding_window=8; leave one of them out"),
+    (["--layer_types=full-nope,full", "--position=learned"], "layer_types='full-nope,full' goes with "
+     "position=rope only, not position=learned; leave one of them out"),
+    (["--rope_local_theta=500.0"], "rope_local_theta=500.0 goes with sliding layers only, and there is none; "
+     "leave it out, or give a sliding_window"),
     (["--rope_scaling=yarn"],
      'rope_scaling=\'yarn\' must be a JSON object, as in --rope_scaling=\'{"rope_type": "yarn", '
      '"factor": 4.0, "original_max_position_embeddings": 8192}\''),
@@ -498,4 +513,4 @@ def test_the_weights_of_a_checkpoint_depend_on_these_keys():
     assert MODEL_KEYS == (
         "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
         "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
-        "rope_theta", "rope_scaling", "sliding_window")
+        "rope_theta", "rope_scaling", "sliding_window", "layer_types", "rope_local_theta")

@@ -18,6 +18,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from memo import convert
@@ -76,8 +77,11 @@ MODELS = {
     "qwen2, biases, tied, yarn": (Qwen2Config, dict(
         num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN)),
     "qwen3, norms of heads, mscale, window": (Qwen3Config, dict(
-        num_key_value_heads=2, head_dim=32, use_sliding_window=True, sliding_window=20, max_window_layers=0,
-        rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7)))}
+        num_key_value_heads=2, head_dim=32, use_sliding_window=True, sliding_window=20, max_window_layers=1,
+        rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
+    "smollm3, a layer without positions slides": (SmolLM3Config, dict(
+        num_key_value_heads=2, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=12,
+        pad_token_id=None, rope_parameters=YARN))}
 
 
 def hf_model(kind, **more):
@@ -178,9 +182,10 @@ def test_a_pack_is_transformers_with_a_block_diagonal_mask(tmp_path, name, N):
         for first, end in pairwise((0, *of)):
             targets[b, end - 1] = UNLEARNED
             positions[b, first:end] = torch.arange(end - first)
-            seen = torch.ones(end - first, end - first, dtype=torch.bool).tril().triu(1 - (cfg.window or S))
-            sees[b, first:end, first:end] = seen
-    mask = torch.zeros(2, 1, S, S).masked_fill(~sees[:, None], torch.finfo(torch.float32).min)
+            sees[b, first:end, first:end] = torch.ones(end - first, end - first, dtype=torch.bool).tril()
+    full, slides = (torch.zeros(2, 1, S, S).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+                    for seen in (sees, sees.triu(1 - (cfg.window or S))))
+    mask = dict(full_attention=full, sliding_attention=slides) if cfg.window else full
     theirs = net(tokens, attention_mask=mask, position_ids=positions).logits.flatten(0, 1)
     wanted = torch.nn.functional.cross_entropy(theirs, targets.flatten(), ignore_index=UNLEARNED)
     wanted.backward()
@@ -363,8 +368,12 @@ def test_fields_of_public_models_are_known(tmp_path, config):
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings='yes' must be true or false"),
     (dict(use_sliding_window=True, sliding_window=0, max_window_layers=1, layer_types=None),
      "sliding_window=0 must be null, or at least 1"),
-    (dict(layer_types=["full_attention", "sliding_attention"]),
-     "layer_types=.* must be full_attention or sliding_attention in every layer"),
+    (dict(layer_types=["full_attention"]),
+     "layer_types=.* must be full_attention or sliding_attention for each of 2 layers"),
+    (dict(model_type="mistral", sliding_window=5, layer_types=["full_attention", "sliding_attention"]),
+     "layer_types=.* must be absent: sliding_window=5 is that of every layer"),
+    (dict(model_type="smollm3", no_rope_layers=[1]), "no_rope_layers=.* must be a list of 0 or 1 for"),
+    (dict(no_rope_layers=[1, 0]), "memo does not know no_rope_layers"),
     (dict(layer_types=["chunked_attention"] * 2), "layer_types=.* must be full_attention or"),
     (dict(layer_types=5), "layer_types=5 must be full_attention"), (dict(layer_types=[[]]), "layer_types="),
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
@@ -394,7 +403,7 @@ def test_a_sliding_window_that_reaches_all_is_none(hf):
             (dict(sliding_window=8, use_sliding_window=True, max_window_layers=2, layer_types=None), 0),
             (dict(sliding_window=8, use_sliding_window=True, max_window_layers=0, layer_types=None), 8),
             (dict(sliding_window=8, use_sliding_window=True, layer_types=["sliding_attention"] * 2), 8),
-            (dict(sliding_window=S, use_sliding_window=True, max_window_layers=1, layer_types=None), 0)):
+            (dict(sliding_window=S, use_sliding_window=True, max_window_layers=1, layer_types=None), S)):
         (hf / "config.json").write_text(json.dumps(config | change))
         check_reach(hf, S, window)
         assert model_keys(hf)["sliding_window"] == window
@@ -547,7 +556,7 @@ def test_what_training_changed_is_written_over_the_fields_that_came(tmp_path, ki
 
 
 def test_a_longer_context_has_the_models_window(tmp_path):
-    """Where all layers have it; where some have, a run may not be longer, now and when it goes on."""
+    """Where all layers have it, and where some have."""
     came(tmp_path / "hf", "mistral")
     given = load_config([f"--init_from=hf:{tmp_path / 'hf'}", f"--block_size={2 * S}"])
     assert given.window == S and load_config([f"--init_from=hf:{tmp_path / 'hf'}"]).window == 0
@@ -555,12 +564,8 @@ def test_a_longer_context_has_the_models_window(tmp_path):
     path = tmp_path / "some" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(
         use_sliding_window=True, sliding_window=S, max_window_layers=1, layer_types=None)))
-    convert.from_hf(tmp_path / "some", tmp_path / "out")
-    for way in (f"--init_from=hf:{tmp_path / 'some'}", "--init_from=resume"):
-        argv = [way, f"--out_dir={tmp_path / 'out'}"]
-        load_config(argv)
-        with pytest.raises(ConfigError, match=f"sliding_window={S} must be null, or at least {2 * S}"):
-            load_config([*argv, f"--block_size={2 * S}"])
+    given = load_config([f"--init_from=hf:{tmp_path / 'some'}", f"--block_size={2 * S}"])
+    assert [kind.window for kind in given.kinds] == [0, S]
 
 
 def test_keys_from_before_there_was_a_window_go_on_without_losing_it(tmp_path):

@@ -87,7 +87,7 @@ def test_weights_that_are_not_the_models_are_refused():
 @pytest.mark.parametrize("scaling", [{}, *SCALINGS], ids=str)
 def test_frequencies_are_those_of_memo(scaling):
     cfg = Layout(**SHAPE, head_dim=64, rope_theta=5e5, rope_scaling=json.dumps(scaling) if scaling else "")
-    found, factor = rotary_frequencies(cfg)
+    found, factor = rotary_frequencies(cfg, cfg.kinds[0].rope)
     multipliers, want = scaled(64, 5e5, parse_scaling(cfg.rope_scaling))
     plain = torch.tensor([5e5 ** (-2 * j / 64) for j in range(32)], dtype=torch.float64)
     assert torch.allclose(found, plain * torch.tensor(multipliers, dtype=torch.float64), rtol=1e-12, atol=0)

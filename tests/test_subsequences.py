@@ -210,7 +210,7 @@ def test_a_model_has_positions_and_rotations_by_subsequence(position):
         model.reserve(B, S // 2)
         here = row_order(cfg, S, model.mesh).positions()
         assert [t.tolist() for t in model.positions] == [t.tolist() * B for t in here] and len(here) == N
-        for positions, turn in zip(model.positions, model.turn, strict=True):
+        for positions, turn in zip(model.positions, *model.turns.values(), strict=True):
             want = rotations(positions, cfg.head_width, cfg.rope_theta)[:, None]
             assert turn is None if position == "learned" else turn.equal(want)
     model.close()

@@ -57,7 +57,10 @@ def test_a_band_is_what_the_mathematics_masks(name, n, kv_heads, band):
         torch.testing.assert_close(mine.double(), exact, rtol=limit, atol=limit)
 
 
-# windows shorter and longer than the chunks of the ranks; each other layout has documents, too
+# windows shorter and longer than the chunks of the ranks; each other layout has documents and kinds of layers
+KINDS = dict(gpt=dict(layer_types="sliding,full"),
+             qwen=dict(layer_types="sliding,full-nope,full", rope_local_theta=500.0,
+                       rope_scaling='{"rope_type": "linear", "factor": 4.0}'))
 LAYOUTS = [("dp1", "ring", {}, 20), ("dp1", "ring", dict(subsequences=3), 33),
            ("dp1", "ring", dict(subsequences=8), 5),
            ("cp4", "ring", {}, 9), ("cp4", "ring", {}, 50), ("cp2", "ring", dict(subsequences=3), 40),
@@ -80,8 +83,9 @@ def folder(tmp_path_factory):
     *((*case, False) for case in LAYOUTS), *((*case, True) for case in LAYOUTS[1::2])])
 def test_every_layout_gives_the_gradients_of_one_process(folder, text, kind, more, window, documents):
     """Of one process without documents, where memo.verify compares that with fp64; with them of fp64."""
-    family = FAMILIES["qwen" if window % 2 else "gpt"]
-    model = KEYS | family | dict(documents=documents, sliding_window=window)
+    family = "qwen" if window % 2 else "gpt"
+    model = KEYS | FAMILIES[family] | dict(documents=documents, sliding_window=window)
+    model |= KINDS[family] if documents else {}
     keys = model | layout_keys(text, kind) | more
     cfgs = [Layout(**keys | mode) for mode in MODES]
     if "msp" in more:

@@ -133,18 +133,18 @@ class Plain(Reference):
         return self
 
     def forward(self, tokens, targets):
-        x, cos, sin = self.embed(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
+        x, turns = self.embed(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
         if self.kind == "plain":
             for block in self.h:
-                x = block(x, cos, sin)
+                x = block(x, turns)
         elif self.kind == "checkpoint":
             for block in self.h:
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, turns, use_reentrant=False)
         else:
             hooks = Counted(True, self.limit)
             with hooks:
                 for block in self.h:
-                    x = block(x, cos, sin)
+                    x = block(x, turns)
             self.host = hooks.nbytes
         return loss_in_chunks(self.loss_sum, x, targets, self.wte.weight.shape[0])
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 
 from memo.config.formulas import parameters
-from memo.config.keys import Keys, check_value
+from memo.config.keys import Keys, check_value, shown
 from memo.config.layer import head_groups, possible_groups
 from memo.config.rope import parse_scaling
-from memo.config.settings import FP8_MULTIPLE, Settings
+from memo.config.settings import FP8_MULTIPLE, Settings, layer_names
 from memo.errors import ConfigError
 
 
@@ -33,7 +33,8 @@ MODEL_KEYS = tuple(takewhile(lambda name: name != "dataset", KEYS))
 SUBSEQUENCE_KEYS = ("subsequences", "subsequence_cut", "unit_order")
 CHOSEN_KEYS = (*SUBSEQUENCE_KEYS, "pp", "states")
 LAYOUT_KEYS = ("block_size", "batch_size", "tp", "tensor_parallel", "cp", "context_parallel", "pp")
-POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling")  # may change where positions are rotary
+# may change where positions are rotary
+POSITION_KEYS = ("block_size", "rope_theta", "rope_scaling", "rope_local_theta")
 
 
 def as_keys(cfg: Config) -> Keys:
@@ -57,6 +58,7 @@ def broken_rules(cfg: Settings) -> Iterator[str]:
     if scaling and cfg.position != "rope":
         yield (f"rope_scaling goes with position=rope only, not position={cfg.position}; leave one of them "
                "out")
+    yield from broken_by_kinds(cfg)
     yield from broken_by_sizes(cfg)
     yield from broken_by_layout(cfg)
     if cfg.min_lr > cfg.learning_rate:
@@ -101,6 +103,32 @@ def broken_by_heads(cfg: Settings) -> Iterator[str]:
         name, key = ("head_dim", "head_dim") if cfg.head_dim else ("n_embd/n_head", "n_head")
         yield (f"{name}={cfg.head_width} must be even for position=rope (it rotates pairs); try another "
                f"{key} or position=learned")
+
+
+def broken_by_kinds(cfg: Settings) -> Iterator[str]:
+    """Checks that layer_types are kinds of layers, and that what is of some kinds has layers of these."""
+    given, L, W, local = cfg.layer_types, cfg.n_layer, cfg.sliding_window, cfg.rope_local_theta
+    try:
+        names = layer_names(given or ("sliding" if W else "full"))
+    except ValueError:
+        yield (f"layer_types={shown(given)} must be kinds of layers, sliding or full or either with -nope, "
+               "each with how often it follows itself, as in sliding*5,full")
+        return
+    slides = any(name.startswith("sliding") for name in names)
+    if len(names) > L:
+        yield (f"layer_types={shown(given)} has {len(names)} layers, more than n_layer={L}; leave some out, "
+               "for they come over and over")
+    if given and slides != bool(W):
+        yield (f"layer_types={shown(given)} has {'a' if slides else 'no'} sliding layer and sliding_window="
+               f"{W}; " + ("give the tokens that it sees" if slides else "leave one of them out"))
+    if (local or any("-" in name for name in names)) and cfg.position != "rope":
+        key = f"rope_local_theta={local}" if local else f"layer_types={shown(given)}"
+        yield f"{key} goes with position=rope only, not position={cfg.position}; leave one of them out"
+    if local and not slides:
+        yield (f"rope_local_theta={local} goes with sliding layers only, and there is none; leave it out, or "
+               "give a sliding_window")
+    if 0 < local < 1:
+        yield f"rope_local_theta={local} must be 0 or at least 1; raise it"
 
 
 def broken_by_sizes(cfg: Settings) -> Iterator[str]:

@@ -10,31 +10,36 @@ def parameters(cfg: Settings) -> int:
     return cfg.n_layer * layer_of(cfg).matrix_elements + tables * cfg.vocab_size * cfg.n_embd
 
 
-def model_flops(cfg: Settings, tokens: int, learned: int, squares: int) -> int:
+def model_flops(cfg: Settings, tokens: int, learned: int, squares: float) -> float:
     """Counts model FLOPs, forward and backward: 6 P of all layers a token, 6 V C a learned one, 12 L H D a
-    pair of a query and a key that meet: half of `squares`, the sum of squares_met() over documents. Source:
+    pair of a query and a key that meet: half of `squares`, the sum of squares_of() over documents. Source:
     MEMO 5.1."""
     layers = 6 * cfg.n_layer * layer_of(cfg).matrix_elements * tokens
     head = 6 * cfg.vocab_size * cfg.n_embd * learned
     return layers + head + 6 * cfg.n_layer * cfg.n_head * cfg.head_width * squares
 
 
-def flops_per_sample(cfg: Settings) -> int:
+def flops_per_sample(cfg: Settings) -> float:
     """Counts the model FLOPs of a sequence that is one document, all of it learned."""
-    return model_flops(cfg, cfg.block_size, cfg.block_size, squares_met(cfg.block_size, cfg.window))
+    return model_flops(cfg, cfg.block_size, cfg.block_size, squares_of(cfg, cfg.block_size))
 
 
-def squares_met(n: int, window: int) -> int:
+def squares_met(n: int, window: int, windowed: float = 1) -> float:
     """Counts twice the pairs of a query and a key that meet in a document of n tokens: n^2, for the mask is
-    causal; with a sliding window W that is shorter 2 n W - W^2."""
-    return n**2 - (n - window)**2 if 0 < window < n else n**2
+    causal; in that part of the layers with a sliding window W that is shorter, `windowed`, 2 n W - W^2."""
+    return n**2 - windowed * (n - window)**2 if 0 < window < n else n**2
 
 
-def layer_forward_flops(cfg: Settings, tokens: int) -> int:
-    """Counts a layer's FLOPs, forward, on t tokens: 2 E t of matrices, 2 H D t^2 of attention, or with a
-    window what squares_met() has. Source: MEMO 5.1."""
+def squares_of(cfg: Settings, n: int) -> float:
+    """Counts squares_met() in the mean of a config's layers."""
+    return squares_met(n, cfg.window, cfg.windowed)
+
+
+def layer_forward_flops(cfg: Settings, tokens: int) -> float:
+    """Counts a layer's FLOPs, forward, on t tokens: 2 E t of matrices, 2 H D t^2 of attention, or with
+    windows the mean of squares_of(). Source: MEMO 5.1."""
     linear, square = layer_forward_terms(cfg)
-    return linear * tokens + square * squares_met(tokens, cfg.window)
+    return linear * tokens + square * squares_of(cfg, tokens)
 
 
 def layer_forward_terms(cfg: Settings) -> tuple[int, int]:

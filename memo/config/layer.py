@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd, prod
 
-from memo.config.settings import Settings
+from memo.config.settings import Kind, Settings
 
 # what bounds the temporary tensors of a layer and of the head
 CHUNK_ROWS = 2**16  # rows of all tp ranks, in what is done row by row; indices stay below 2^31 too
@@ -199,9 +199,11 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     return Layer(parameters, skeletal, operations, H, Hkv, D)
 
 
-def layer_of(cfg: Settings) -> Layer:
+def layer_of(cfg: Settings, kind: Kind | None = None) -> Layer:
+    """Describes a layer, of `kind` where it matters whether that rotates positions in."""
+    rope = kind.rope is not None if kind else cfg.position == "rope"
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
-                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, cfg.position == "rope", cfg.metp,
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, rope, cfg.metp,
                          cfg.n_subsequences > 1, cfg.matmul == "fp8")
 
 

@@ -180,7 +180,7 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
     N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
-    counts = (equal_flops(*layer_forward_terms(cfg), cfg.window, count, multiple, N)
+    counts = (equal_flops(*layer_forward_terms(cfg), (cfg.window, cfg.windowed), count, multiple, N)
               if cfg.subsequence_cut == "flops"
               else [count // N + (i < count % N) for i in range(N)])  # the earlier ones have one more
     return tuple(n * multiple for n in counts)
@@ -205,10 +205,12 @@ def unit_rows(cfg: Layout, B: int, T: int) -> tuple[int, ...]:
 
 
 @lru_cache(512)  # configs that differ in other keys alone have the same
-def equal_flops(linear: int, square: int, window: int, count: int, multiple: int, N: int) -> list[int]:
-    """Deals `count` multiples to N subsequences, at least one each, with equal FLOPs of a layer's forward."""
-    def flops(k: int) -> int:  # asked for thousands of times
-        return N * (linear * multiple * k + square * squares_met(multiple * k, window))
+def equal_flops(linear: int, square: int, window: tuple[int, float], count: int, multiple: int,
+                N: int) -> list[int]:
+    """Deals `count` multiples to N subsequences, at least one each, with equal FLOPs of a layer's forward.
+    `window`: as squares_met() takes it."""
+    def flops(k: int) -> float:  # asked for thousands of times
+        return N * (linear * multiple * k + square * squares_met(multiple * k, *window))
     ends = [0]
     for i in range(1, N):
         wanted = i * flops(count) // N

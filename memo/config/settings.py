@@ -1,7 +1,10 @@
 """The keys of a configuration, and what follows from them alone. Config (memo/config/config.py) has them."""
 
+import re
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from itertools import chain, cycle, islice
+from typing import NamedTuple
 
 from memo.config.keys import key
 
@@ -11,6 +14,34 @@ FP8_MULTIPLE = 16  # of the widths and rows of matrices in FP8 products, for the
 steps_key = partial(key, most=10**12, why="at a millisecond each these take 31 years")
 rate_key = partial(key, least=0.0, most=100.0, why="AdamW moves every weight by about as much in a step")
 width_key = partial(key, least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
+
+
+LAYER_TYPES = re.compile(r"((?:sliding|full)(?:-nope)?)(?:\*([1-9][0-9]{0,3}))?")
+
+
+@lru_cache(64)  # a search makes thousands of configs
+def layer_names(layer_types: str) -> tuple[str, ...]:
+    """Reads the kinds of layers in layer_types: sliding or full, -nope without positions. Errors:
+    ValueError."""
+    items = [LAYER_TYPES.fullmatch(item) for item in layer_types.split(",")]
+    if not all(items):
+        raise ValueError
+    return tuple(chain.from_iterable([item[1]] * int(item[2] or 1) for item in items if item))
+
+
+class Rope(NamedTuple):
+    """Says how positions are rotated in: frequencies of base `theta`, changed by `scaling`, JSON."""
+
+    theta: float
+    scaling: str = ""
+
+
+class Kind(NamedTuple):
+    """Says what attention of a layer sees: of each token `window` tokens, itself the last, or with 0 all
+    before it; positions rotated in by `rope`, or none."""
+
+    window: int
+    rope: Rope | None
 
 
 @dataclass(frozen=True)
@@ -45,8 +76,13 @@ class Settings:
                             why="the frequencies are its inverse powers, which float32 must hold")
     rope_scaling: str = key("", "beyond the length that a model was trained at: JSON as in a config.json of "
                             "Hugging Face, with rope_type llama3, yarn or linear")
-    sliding_window: int = key(0, "W, tokens that a token sees in each layer, itself the last; 0: all",
+    sliding_window: int = key(0, "W, tokens that a token of a sliding layer sees, itself the last; 0: all",
                               least=0, most=2**31, why="rows are counted in 32 bits")
+    layer_types: str = key("", "kinds of layers, over and over, as in sliding*5,full; with -nope they rotate "
+                           "no positions in; by default all slide where there is a sliding_window")
+    rope_local_theta: float = key(0.0, "rope_theta of sliding layers, which then take no rope_scaling; 0: as "
+                                  "the others", least=0.0, most=1e30,
+                                  why="the frequencies are its inverse powers, which float32 must hold")
 
     dataset: str = key("stdlib", "a folder's name under data/, or a path: train.bin, val.bin, meta.json",
                        section="data", least=1)
@@ -178,8 +214,30 @@ class Settings:
 
     @property
     def window(self) -> int:
-        """Finds the sliding window; 0 where it hides nothing."""
+        """Finds the window of sliding layers; 0 where it hides nothing."""
         return self.sliding_window if self.sliding_window < self.block_size else 0
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Lists the Kind of each layer."""
+        every = Rope(self.rope_theta, self.rope_scaling) if self.position == "rope" else None
+        local = Rope(self.rope_local_theta) if self.rope_local_theta else every
+
+        def kind(name: str) -> Kind:
+            slides = name.startswith("sliding")
+            return Kind(self.window * slides, None if "-" in name else local if slides else every)
+        names = layer_names(self.layer_types or ("sliding" if self.sliding_window else "full"))
+        return tuple(map(kind, islice(cycle(names), self.n_layer)))
+
+    @property
+    def types_once(self) -> list[str]:
+        """Lists what layer_types has, each once; [] where it is not given."""
+        return [*dict.fromkeys(layer_names(self.layer_types)[:self.n_layer])] if self.layer_types else []
+
+    @cached_property
+    def windowed(self) -> float:
+        """Finds the part of the layers whose window hides something."""
+        return sum(kind.window > 0 for kind in self.kinds) / self.n_layer
 
     @property
     def inner_width(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from memo.config.config import Config
-from memo.config.formulas import squares_met
+from memo.config.formulas import squares_of
 from memo.data.packing import Packing, Share, ends_of, packed_once
 from memo.data.tokenizer import load_tokenizer
 from memo.data.tokens import DATA, DATASET_FILES, DTYPES, STARTS, WEIGHTS
@@ -71,7 +71,7 @@ class Data:
         """Counts what the sequences of a step of so many micro batches hold together."""
         count, S = cfg.batch_size * micro_batches, cfg.block_size
         if not cfg.documents:
-            return Share(count * S, count * S, count * squares_met(S, cfg.window))
+            return Share(count * S, count * S, count * squares_of(cfg, S))
         return self.packings[split].share(step * count, count, cfg.seed)
 
     def packed_batch(self, split: str, first: int, B: int, seed: int, order: RowOrder) -> Batch:
@@ -247,7 +247,7 @@ def learned_of(packing: Packing, weights: Ids) -> np.ndarray:
 
 
 def open_dataset(dataset: str, block_size: int, splits: Sequence[str] = SPLITS, whole: bool = False,
-                 packs: str = "", window: int = 0) -> Data:
+                 packs: str = "", window: tuple[int, float] = (0, 1.0)) -> Data:
     """Opens `dataset`, a folder under data/ or a path. `whole`: checks every byte. `packs`: how documents
     become sequences, see Packing; "": sequences are taken as they come. `window`: of the model. Errors:
     ConfigError."""

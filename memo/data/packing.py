@@ -32,14 +32,15 @@ class Share(NamedTuple):
 
     tokens: int
     learned: int
-    squares: int
+    squares: float
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Holds the sequences of S tokens of an epoch. Of piece i: its first token in the file, its length, and
     whether it ends its document, so that nothing is learned behind its last token, and how many of its tokens
-    are learned. Sequence k has pieces bounds[k] to bounds[k + 1]. `window`: that of the layers, or 0."""
+    are learned. Sequence k has pieces bounds[k] to bounds[k + 1]. `window`: as
+    formulas.squares_met() takes it."""
 
     S: int
     first: np.ndarray
@@ -47,7 +48,7 @@ class Packing:
     ends: np.ndarray
     learned: np.ndarray
     bounds: np.ndarray
-    window: int = 0
+    window: tuple[int, float] = 0, 1.0
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -55,8 +56,9 @@ class Packing:
     @cached_property
     def shares(self) -> np.ndarray:
         """Counts (tokens, learned, squares) of each sequence: (sequences, 3)."""
-        hidden = np.maximum(0, self.length - (self.window or self.S))  # see formulas.squares_met()
-        of_pieces = np.stack((self.length, self.learned, self.length**2 - hidden**2), 1)
+        window, windowed = self.window
+        hidden = (windowed * np.maximum(0, self.length - (window or self.S))**2).astype(np.int64)
+        of_pieces = np.stack((self.length, self.learned, self.length**2 - hidden), 1)
         return np.add.reduceat(of_pieces, self.bounds[:-1], 0)
 
     def pieces(self, k: int) -> list[tuple[int, int, bool]]:

@@ -4,7 +4,7 @@ which of them hide. Source: MEMO 4.1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import fsum, inf
 from typing import NamedTuple
 
 from memo.config.layer import ATTENTION, Tensor
@@ -32,6 +32,22 @@ class UnitRates:
         parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
         groups_s: float = sum(parts.get(group, 0.0) * s for group, s in self.groups_s.items())
         return groups_s + (self.attention_s if parts.get(ATTENTION) else 0.0)
+
+
+class MeanRates(UnitRates):
+    """Averages the rates of layers of several kinds, each with its part of the layers."""
+
+    def __init__(self, kinds: Sequence[tuple[UnitRates, float]]) -> None:
+        first, self.kinds = kinds[0][0], kinds
+        for name, value in vars(first).items():
+            if isinstance(value, float):
+                setattr(self, name, fsum(part * getattr(unit, name) for unit, part in kinds))
+        self.rows = first.rows
+        self.groups_s = {group: fsum(part * unit.groups_s[group] for unit, part in kinds)
+                         for group in first.groups_s}
+
+    def recompute_s(self, missing: dict[str, slice]) -> float:
+        return fsum(part * unit.recompute_s(missing) for unit, part in self.kinds)
 
 
 def pieces_of(placement: Placement, units: Sequence[UnitRates]) -> list[tuple[UnitRates, float, float]]:

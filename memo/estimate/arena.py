@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
                 "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
                 "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents", "sliding_window")
+                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents", "sliding_window",
+                "layer_types")
 # and with several subsequences; activation, for keys may be made again
 SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
 
@@ -79,9 +80,11 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 
 
 def shortest(cfg: Layout, layers: int = 1) -> Layout:
-    """Leaves each stage so many layers, and as few stages as give its own the ends that cfg's has."""
-    pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
-    return replace(cfg, n_layer=pp * layers, pp=pp, stage=int(not cfg.has_embedding), shares=())
+    """Leaves each stage so many layers of each kind, and as few stages as give its own the ends that cfg's
+    has."""
+    pp, types = 1 + (not cfg.has_embedding) + (not cfg.has_head), cfg.types_once
+    return replace(cfg, n_layer=pp * layers * max(1, len(types)), layer_types=",".join(types), pp=pp,
+                   stage=int(not cfg.has_embedding), shares=())
 
 
 @cache

@@ -15,7 +15,7 @@ from types import ModuleType
 import numpy as np
 
 from memo.config.config import Config
-from memo.config.formulas import mfu, model_flops, percent, squares_met
+from memo.config.formulas import mfu, model_flops, percent, squares_of
 from memo.config.keys import counted
 from memo.data.packing import Packing, Share, ends_of, pack
 from memo.errors import ConfigError
@@ -78,7 +78,7 @@ def read_lengths(text: str, cfg: Config) -> Packing:
                           "long; give longer ones")
     lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
     packing = pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
-    return replace(packing, window=cfg.window)
+    return replace(packing, window=(cfg.window, cfg.windowed))
 
 
 def folder_of(text: str) -> str | None:
@@ -93,7 +93,8 @@ def packed_dataset(text: str, cfg: Config) -> Packing:
         raise ConfigError(f"{rule}; it is {'a file' if os.path.exists(text) else 'neither'}")
     batch: ModuleType = import_module("memo.data.batch")  # which needs torch
     try:
-        data = batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack, window=cfg.window)
+        data = batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
+                                  window=(cfg.window, cfg.windowed))
     except ConfigError as e:
         raise ConfigError(f"{rule}: {e}") from None
     packing: Packing = data.packings["train"]
@@ -145,7 +146,7 @@ def by_lengths(got: Estimate, packing: Packing) -> JsonObject:
     rate = share.tokens / (world * float(steps_s.sum()))
     assert got.layer is not None
     return dict(sequences=len(packing), documents=int(packing.ends.sum()), tokens=int(packing.length.sum()),
-                pairs=float(packing.shares[:, 2].mean() / squares_met(packing.S, cfg.window)), steps=steps,
+                pairs=float(packing.shares[:, 2].mean() / squares_of(cfg, packing.S)), steps=steps,
                 mean_step=float(steps_s.mean()), slowest_step=float(steps_s.max()),
                 slowest=int(steps_s.argmax()), tgs=rate,
                 mfu=mfu(cfg, rate, peak, model_flops(cfg, *share) / share.tokens),

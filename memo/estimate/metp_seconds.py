@@ -11,6 +11,7 @@ from math import fsum, prod, sqrt
 
 from memo.config.layer import head_groups, travelling
 from memo.config.layout import Layout
+from memo.config.settings import Kind
 from memo.estimate.roofline import MESSAGES, Cost, Unit, total
 from memo.system.hardware import Machine
 
@@ -21,8 +22,9 @@ class Metp(Unit):
     """Costs a unit by METP. Products have the sizes of parts and groups. `again`: what of q, k, v a backward
     makes again: several subsequences keep k and v, which one makes of the groups that read the same ones."""
 
-    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None) -> None:
-        super().__init__(cfg, machine, itemsize, S)
+    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None,
+                 kind: Kind | None = None) -> None:
+        super().__init__(cfg, machine, itemsize, S, kind)
         self.again = "q" if self.several else "qkv"
         self.groups_of_heads = head_groups(cfg)
         keyed = min(self.groups_of_heads, self.layer.kv_heads) if self.several else self.groups_of_heads

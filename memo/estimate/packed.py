@@ -17,7 +17,7 @@ Ends = tuple[tuple[int, ...], ...]  # of a Sample
 def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Met]:
     """Counts what attention of the i-th subsequence does on each rank that shares the tokens."""
     order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring,
-                     masks=[documents(of, u.cfg.window) for of in ends])
+                     masks=[documents(of, u.kind.window) for of in ends])
     [meeting] = order.meetings(i, 0, lengths[i] // u.ring)
     # of many documents few reach back: what is before the first ones of the queries meets nothing
     first = sum(lengths[:i])
@@ -47,9 +47,9 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
             for tile in tiles:
                 n, m, of = count(tile.queries, meeting.rows), count(tile.keys, held), count(tile.of, B)
                 slides = isinstance(tile.causal, Band) and tile.causal.right == 0
-                pairs = of * (squares_met(n, u.cfg.window if slides else 0) / 2 if tile.causal else n * m)
+                pairs = of * (squares_met(n, u.kind.window if slides else 0) / 2 if tile.causal else n * m)
                 (own if piece is meeting.pieces[-1] else earlier)[
-                    Calls(flops * pairs, min(m, u.cfg.window or m), not tile.causal)] += u.turns
+                    Calls(flops * pairs, min(m, u.kind.window or m), not tile.causal)] += u.turns
                 queries, keys = queries + of * n, keys + of * m
     of_rows = queries / (B * meeting.rows)
     mine, before = ([one._replace(times=times) for one, times in of.items()] for of in (own, earlier))

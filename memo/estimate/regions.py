@@ -88,7 +88,8 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
     else:
         grads += 4 * sum(buckets[k][1] - buckets[k][0] for k in come) // data
     # rows of rotations: with METP of own rows alone
-    turned = 0 if cfg.position != "rope" else n_rows(cfg) if cfg.metp else cfg.batch_size * T
+    turned = n_rows(cfg) if cfg.metp else cfg.batch_size * T
+    turned *= len({kind.rope for kind in cfg.kinds if kind.rope})
     lines = [Line("params", "parameters", itemsize * params), Line("grads", "gradients", grads, staged),
              Line("optimizer", "optimizer", 0 if on_host else optimizer, optimizer if on_host else 0),
              Line("positions", "positions", 8 * cfg.batch_size * T + 8 * D // 2 * turned)]

@@ -17,6 +17,7 @@ from memo.config.config import Config
 from memo.config.formulas import squares_met
 from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, layer_of
 from memo.config.layout import Layout, subsequence_lengths
+from memo.config.settings import Kind
 from memo.data.packing import Share
 from memo.kernels.backends import kernel_of
 from memo.system.hardware import FP8_PRODUCTS, Machine
@@ -105,11 +106,13 @@ class Unit:
     ROUNDING, TURNING_GRADIENT, TURNING_INPUT, ADDING, GRADIENT_BYTES = 2.5, 5, 1, 3, 12
     SCALE_BYTES = 4  # of a row in FP8, beside a byte an element
 
-    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None) -> None:
+    def __init__(self, cfg: Layout, machine: Machine, itemsize: int, S: int | None = None,
+                 kind: Kind | None = None) -> None:
         assert machine.speeds is not None  # seconds are asked for only where they are known
         self.cfg, self.machine, self.speeds = cfg, machine, machine.speeds
+        self.kind = kind or cfg.kinds[0]
         self.kernel = kernel_of(cfg, machine)
-        self.layer = layer_of(cfg)
+        self.layer = layer_of(cfg, self.kind)
         lengths = subsequence_lengths(cfg)
         self.S, self.several = S or max(lengths), len(lengths) > 1
         B, T, C = cfg.batch_size, self.S // cfg.cp, cfg.n_embd
@@ -126,7 +129,7 @@ class Unit:
         parts = head_groups(cfg) if cfg.metp else cfg.tp  # of the heads
         self.heads_made = self.layer.heads // parts  # of q, which exist at a time
         self.turns = -(-self.heads_made // self.at_once) * (parts if cfg.metp else 1)
-        scores = B * squares_met(self.S, cfg.window) / 2 * self.Q  # that the mask leaves, times H D
+        scores = B * squares_met(self.S, self.kind.window) / 2 * self.Q  # that the mask leaves, times H D
         self.attention_flops = 4 * scores / (cfg.cp * cfg.tp)  # two products forward; five backward
         self.passes = units_of_passes(cfg, machine)
         fp8 = cfg.matmul == "fp8" and FP8_PRODUCTS in self.speeds.table  # else as fast as in the run's dtype
@@ -166,7 +169,7 @@ class Unit:
             return []
         width = self.Q + self.KV * self.groups_a_key
         return [self.kernel_pass(f"rms norm {way}", width),
-                *[self.kernel_pass("rotary", width)] * (self.cfg.position == "rope")]
+                *[self.kernel_pass("rotary", width)] * (self.kind.rope is not None)]
 
     def late(self, message_s: float, beside_s: float, hidden: float | None = None, first_s: float = 0.0,
              times: int = 1) -> Cost:

@@ -1,8 +1,9 @@
 """The costs of a unit by tensor parallelism, and the seconds of a layer's units, of which there is one a
 subsequence: the sums of their Costs."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from math import fsum
@@ -10,7 +11,8 @@ from types import ModuleType
 
 from memo.config.layer import ATTENTION, CHUNK_ROWS, SPLIT_ROWS, Operation
 from memo.config.layout import Layout, subsequence_lengths
-from memo.decide.step_seconds import UnitRates
+from memo.config.settings import Kind
+from memo.decide.step_seconds import MeanRates, UnitRates
 from memo.decide.where import Rates
 from memo.estimate import roofline
 from memo.estimate.metp_seconds import Metp
@@ -177,9 +179,14 @@ class UnitSeconds(UnitRates):
         return total(self.unit.rebuilt(attention, mid, self.attend))
 
 
+class MeanSeconds(MeanRates):
+    attention_kernels_s: float
+    messages_s: float
+
+
 @dataclass(frozen=True)
 class ModelledRates(Rates):
-    units: tuple[UnitSeconds, ...]
+    units: tuple[UnitSeconds | MeanSeconds, ...]
     learned: float = 1.0  # the part of all rows that the head computes
     imbalance: float = 1.0  # attention's seconds on the slowest rank that shares the tokens, over the mean
 
@@ -197,13 +204,27 @@ def modelled_rates(cfg: Layout, machine: Machine, itemsize: int,
 
 @lru_cache(64)  # layouts that differ in stages, modes or the optimizer's place alone have the same
 def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | None) -> ModelledRates:
-    lengths, kind = subsequence_lengths(cfg), Metp if cfg.metp else Block
-    of_length = {S: kind(cfg, machine, itemsize, S) for S in lengths}
+    counts = Counter(cfg.kinds)
+    of_kinds = [rates_of_kind(cfg, machine, itemsize, sample, kind) for kind in counts]
+    if len(of_kinds) == 1:
+        return of_kinds[0]
+    parts = [n / cfg.n_layer for n in counts.values()]
+    units = tuple(MeanSeconds([*zip(of, parts, strict=True)])
+                  for of in zip(*(rates.units for rates in of_kinds), strict=True))
+    imbalance = fsum(part * rates.imbalance for rates, part in zip(of_kinds, parts, strict=True))
+    return replace(of_kinds[0], units=units, imbalance=imbalance)
+
+
+def rates_of_kind(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | None,
+                  kind: Kind) -> ModelledRates:
+    """Models the Rates of a layer of one kind."""
+    lengths, make = subsequence_lengths(cfg), Metp if cfg.metp else Block
+    of_length = {S: make(cfg, machine, itemsize, S, kind) for S in lengths}
     before, units, longest_s, mean_s = Before(), list[UnitSeconds](), 0.0, 0.0
     for i, S in enumerate(lengths):
         u = of_length[S]
         met = [roofline.one_document(u, before)]
-        if sample or cfg.window:
+        if sample or kind.window:
             packed: ModuleType = import_module("memo.estimate.packed")  # which needs torch
             whole = ((sum(lengths),),) * cfg.batch_size
             met = packed.met_by_ranks(u, i, lengths, sample.ends if sample else whole)

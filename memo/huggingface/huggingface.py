@@ -8,13 +8,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memo.config.config import Config
+from memo.config.keys import shown
 from memo.config.rope import SCALINGS, checked_scaling, parse_scaling
 from memo.errors import ConfigError, warn
+from memo.huggingface.layers import (
+    BY_LAYER,
+    FIELDS,
+    GIVE_FOLDER,
+    GIVE_OTHER,
+    NOPE,
+    NOPE_FIELDS,
+    kind_fields,
+    kind_keys,
+    window_of,
+    wrong,
+)
 from memo.system.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open_file, own_folder, save_bytes
 
 CONFIG = "config.json"
 OWN = "hf_files"  # of out_dir: the files that came with a model, as they came
-GIVE_FOLDER, GIVE_OTHER = "give a local folder of a model in safetensors", "give the folder of another model"
 # leave the model as it is: dropout is a way to train, pretraining_tp an order of sums, summary another head's
 HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
     eos_token_id pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop
@@ -33,8 +45,6 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Family:
     keys: JsonObject  # memo's, the same in all models
     norm_eps: tuple[str, float]  # field, default
     tied: bool = False  # if absent, as `defaults`
+    pattern: int = 0  # if absent, of so many layers the last one is full, and the others slide
     defaults: JsonObject = field(default_factory=dict)
 
 
@@ -74,7 +85,8 @@ LLAMA = Family(
                n_inner="intermediate_size", block_size="max_position_embeddings", vocab_size="vocab_size"),
     only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
               partial_rotary_factor=(1.0,), rope_interleaved=(False,), use_mrope=(False,)),
-    keys=dict(norm="rmsnorm", mlp="swiglu", bias=False, position="rope", qkv_bias=False, qk_norm=False),
+    keys=dict(norm="rmsnorm", mlp="swiglu", bias=False, position="rope", qkv_bias=False, qk_norm=False,
+              rope_local_theta=0.0),
     norm_eps=("rms_norm_eps", 1e-6))
 
 FAMILIES = {
@@ -84,7 +96,9 @@ FAMILIES = {
     "qwen2": replace(LLAMA, architecture="Qwen2ForCausalLM", keys=LLAMA.keys | dict(qkv_bias=True),
                      defaults=dict(num_key_value_heads=32, sliding_window=4096)),
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
-                     defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096))}
+                     defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096)),
+    "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True,
+                       defaults=dict(num_key_value_heads=4))}
 
 
 # --- config.json -> memo's keys ---
@@ -119,14 +133,15 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
                           f"keys and values serves equally many of queries); {GIVE_FOLDER}")
     D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
-    window, alike = window_of(path, hf, keys["n_layer"])
-    return keys | dict(n_kv_head=Hkv, head_dim=D, sliding_window=window * alike) | rope_keys(path, hf, S)
+    keys |= kind_keys(path, hf, keys["n_layer"], family.defaults.get("sliding_window"), family.pattern)
+    return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
 
 
 def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
     """Raises ConfigError where memo does not know a field, or has not its value."""
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
-    known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *WINDOW}
+    known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *FIELDS}
+    known |= {*NOPE_FIELDS} if hf["model_type"] == "smollm3" else set()
     for name, value in hf.items():
         if name not in known and value not in (None, {}, []):  # an empty one says nothing
             raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the "
@@ -136,11 +151,6 @@ def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
         if value is not None and value not in allowed:
             rule = " or ".join(map(repr, allowed))
             raise wrong(path, name, value, f"{rule}, memo has nothing else", GIVE_OTHER)
-
-
-def wrong(path: Path, name: str, value: Json, rule: str, remedy: str = GIVE_FOLDER) -> ConfigError:
-    """Makes the error of a field that breaks a rule."""
-    return ConfigError(f"{path}: {name}={value!r:.100} must be {rule}; {remedy}")
 
 
 def size_field(path: Path, name: str, value: Json) -> int:
@@ -157,43 +167,19 @@ def float_field(path: Path, name: str, value: Json) -> float:
     return float(value)
 
 
-def window_of(path: Path, hf: Mapping[str, Json], L: int) -> tuple[int, bool]:
-    """Finds (tokens that the layers see which slide, 0: none does; whether all of them are alike). Errors:
-    ConfigError."""
-    kind = hf["model_type"]
-    window = hf.get("sliding_window", FAMILIES[kind].defaults.get("sliding_window"))
-    types, first = hf.get("layer_types"), 0
-    if types is not None and not (isinstance(types, list) and types and any(
-            types == [name] * len(types) for name in (FULL, SLIDING))):
-        raise wrong(path, "layer_types", types, f"{FULL} or {SLIDING} in every layer", GIVE_OTHER)
-    full = isinstance(types, list) and types[0] == FULL
-    if kind.startswith("qwen"):
-        used = hf.get("use_sliding_window") or False
-        first = 0 if types else hf.get("max_window_layers", 28)
-        if used is False or (used is True and first in range(L, 2**31)):
-            return 0, True
-    elif full and window is not None:
-        raise wrong(path, "layer_types", types, f"absent: sliding_window={window} is that of every layer",
-                    GIVE_OTHER)
-    if window is None or kind == "gpt2" or full:
-        return 0, True
-    if type(window) is not int or window < 1:
-        raise wrong(path, "sliding_window", window, "null, or at least 1")
-    return window, kind != "llama" and first == 0
-
-
 def check_reach(folder: Path | str, S: int, W: int = 0, option: str = "--block_size") -> None:
     """Raises ConfigError where a layer of the model in `folder` attends to less than S = `option` tokens, and
-    not all have `W`, the window of memo's keys."""
+    `W`, the window of memo's keys, is another."""
     path = Path(folder) / CONFIG
     if not path.exists():
         return
     hf = load_json(path, GIVE_FOLDER)
-    window, _ = window_of(path, hf, keys_of(path, hf)["n_layer"])
-    if window != W and 0 < window < S:  # some layers have one; or the keys are from before there were any
+    keys, kind = keys_of(path, hf), hf["model_type"]
+    window = keys["sliding_window"] if kind in BY_LAYER else window_of(
+        path, hf, FAMILIES[kind].defaults.get("sliding_window"))
+    if window != W and 0 < window < S:  # the family has none; or the keys are from before there were any
         raise wrong(path, "sliding_window", window, f"null, or at least {S}, the length of the run",
-                    "in memo all layers have the same window; to train it without one, set it to null there, "
-                    f"or give a smaller {option}")
+                    f"to train it without one, set it to null there, or give a smaller {option}")
 
 
 def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
@@ -240,7 +226,7 @@ def family_of(cfg: Config) -> str:
                       head_width=cfg.n_embd // cfg.n_head, window=0)
     else:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
-        kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
+        kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "smollm3" if cfg.layer_types
                 else "llama" if cfg.n_embd % cfg.n_head == 0 and not cfg.sliding_window else "mistral")
         like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
@@ -248,12 +234,15 @@ def family_of(cfg: Config) -> str:
             key = dict(kv_heads="n_kv_head", head_width="head_dim", window="sliding_window").get(name, name)
             raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers "
                               f"has nothing else); train with --{key}={value}")
+    if NOPE in cfg.layer_types and kind != "smollm3":
+        raise ConfigError(f"layer_types={shown(cfg.layer_types)} must rotate positions in everywhere for "
+                          f"to-hf ({like} of transformers has nothing else); leave {NOPE} out")
     return kind
 
 
 def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObject:
     """Makes the config.json of `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
-    kind, W = family_of(cfg), cfg.sliding_window
+    kind = family_of(cfg)
     family = FAMILIES[kind]
     config = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
                   tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
@@ -269,12 +258,10 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
                    head_dim=cfg.head_width, hidden_act="silu", attention_dropout=0.0,
                    rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
                    rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "smollm3"):
         config["attention_bias"] = False
-    return config | (dict(mlp_bias=False) if kind == "llama" else
-                     dict(sliding_window=W or None) if kind == "mistral" else
-                     dict(use_sliding_window=True, sliding_window=W, max_window_layers=0) if W else
-                     dict(use_sliding_window=False))
+    config |= dict(mlp_bias=False) if kind in ("llama", "smollm3") else {}
+    return config | kind_fields(cfg, kind)
 
 
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
@@ -284,7 +271,7 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     own_keys = keys_of(path, hf)
     # the keys may be from before there was one
     if not cfg.sliding_window and own_keys.get("sliding_window", 0) >= cfg.block_size:
-        cfg = replace(cfg, sliding_window=own_keys["sliding_window"])
+        cfg = replace(cfg, **{name: own_keys[name] for name in ("sliding_window", "layer_types")})
     config, before = hf_config(cfg, dtype, {}), hf_config(type(cfg)(**own_keys), dtype, {})
     named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}

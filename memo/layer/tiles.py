@@ -282,5 +282,4 @@ def row_order(cfg: Layout, S: int, mesh: Mesh) -> RowOrder:
     tokens, tp = mesh.tokens, mesh.weights
     first = tokens.rank - tp.rank
     ranks = range(first, first + tp.size) if cfg.metp else (tokens.rank,)
-    return RowOrder(slice_lengths(cfg, S), cfg.context_parallel, tokens.size, ranks,
-                    (CAUSAL.near(cfg.window),))
+    return RowOrder(slice_lengths(cfg, S), cfg.context_parallel, tokens.size, ranks)

@@ -16,7 +16,7 @@ import torch
 from memo.config.config import Config
 from memo.config.keys import Keys
 from memo.config.layer import ATTENTION, groups_of
-from memo.decide.step_seconds import StateSeconds, UnitRates
+from memo.decide.step_seconds import MeanRates, StateSeconds, UnitRates
 from memo.decide.where import Rates
 from memo.errors import ConfigError, Unusable
 from memo.estimate.pipeline_seconds import ADAMW_BYTES
@@ -289,10 +289,10 @@ def calibrate(axis: Axis, host: Axis, device: torch.device, dtype: torch.dtype, 
 
 # --- a run's own layer ---
 
-def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host: Axis) -> UnitRates:
-    """Times `block` at subsequence i, behind those before, in the buffer of the first layer's unit."""
-    s, (_, y) = swap.units[Unit(0, i)], swap.between[Unit(0, i)]
-    generator = torch.Generator(device).manual_seed(i)
+def unit_rates(block: LayerBlock, swap: Swap, unit: Unit, device: torch.device, host: Axis) -> UnitRates:
+    """Times `block` at a subsequence, behind those before, in the buffer of a layer's unit."""
+    s, (_, y) = swap.units[unit], swap.between[unit]
+    generator = torch.Generator(device).manual_seed(unit.subsequence)
     forward, backward = partial(block.forward, s, y), partial(block.backward, y, s)
 
     def refill() -> None:
@@ -316,14 +316,16 @@ def unit_rates(block: LayerBlock, swap: Swap, i: int, device: torch.device, host
     return UnitRates(len(s.x), forward_s, backward_s, sweep_s, attention_s, groups_s)
 
 
-def layer_rates(block: LayerBlock, swap: Swap, device: torch.device,
-                host: Axis) -> tuple[list[UnitRates], int | None]:
-    """Times the units of `block`, one a subsequence -> (these, transient_bytes)."""
+def layer_rates(model: Model) -> tuple[list[MeanRates], int | None]:
+    """Times the units of a layer, one a subsequence, in the mean of all kinds -> (these, transient_bytes)."""
+    block, swap, device, host = model.gpt.blocks[0], model.swap, model.device, model.mesh.peers
     cuda, before = device.type == "cuda", 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    units = [unit_rates(block, swap, i, device, host) for i in range(swap.placement.subsequences)]
+    units = [MeanRates([(unit_rates(block, swap, Unit(k, i), device, host), part)
+                        for k, part in model.first_of_kinds.items()])
+             for i in range(swap.placement.subsequences)]
     return units, int(*host.max(torch.cuda.max_memory_allocated(device) - before)) if cuda else None
 
 
@@ -355,10 +357,10 @@ def measure(model: Model, pin: bool, typical: Packed | None = None) -> Rates:
     swap.streams.timeline.take()
     if typical:
         model.meet(model.one_document() if cuda else typical)
-    units, transient = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
+    units, transient = layer_rates(model)
     if typical and cuda:
         model.meet(typical)
-        units, _ = layer_rates(model.gpt.blocks[0], swap, model.device, peers)
+        units, _ = layer_rates(model)
     buffer = max(swap.buffers.values(), key=len)
     rates = copy_rates(buffer, swap.streams, pin, model.mesh.host)
     offload, prefetch = peers.max(*(-rate for rate in rates))

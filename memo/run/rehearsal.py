@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memo.config.settings import Kind
 from memo.kernels.backends import workspaces
 from memo.layer.tiles import Batch, Learned
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
+from memo.schedule.step import Unit
 from memo.schedule.streams import open_streams
 from memo.schedule.waits import passes_of
 from memo.states.passes import Model
@@ -29,10 +31,12 @@ RequestsOf = Callable[[str, Sequence], list[int]]
 
 
 class Rehearsal(NoArena):
-    """Stands for a model's arena: of segments with the same requests, as layers have, only the first runs."""
+    """Stands for a model's arena: of segments with the same requests, as layers of a Kind have, only the
+    first runs."""
 
-    def __init__(self, arena: "Arena | FakeArena", subsequences: list[int] | None = None) -> None:
-        self.arena, self.subsequences = arena, subsequences  # which run; None: all
+    def __init__(self, arena: "Arena | FakeArena", kind_of: Callable[[Unit], Kind],
+                 subsequences: list[int] | None = None) -> None:
+        self.arena, self.kind_of, self.subsequences = arena, kind_of, subsequences  # which run; None: all
         self.first: dict[str, str] = {}
         self.order: dict[str, str] = {}  # {label: its first like}
 
@@ -44,7 +48,9 @@ class Rehearsal(NoArena):
         layer, _, subsequence = unit.partition(".")  # a subsequence's requests are like no other's
         if subsequence and self.subsequences and int(subsequence) not in self.subsequences:
             return
-        kind = f"{name} {subsequence}" if layer.isdigit() else label
+        kind = label
+        if layer.isdigit():
+            kind = f"{name} {subsequence} {self.kind_of(Unit(int(layer), int(subsequence or 0)))}"
         if name.endswith("recompute"):  # args: the layer's tensors, rotations, {tensor: slice of rows}
             kind += str(args[-1])
         if kind not in self.first:
@@ -71,7 +77,7 @@ def rehearsed_requests(model: Model, arena: "Arena | FakeArena",
         model.meet(batch.packed)
         for meeting in {id(m): m for s in swap.units.values() for m in s.meetings}.values():
             meeting.rehearse(model.mesh.tokens.rank)
-    passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, subsequences)
+    passes, before, rehearsal = swap.passes, model.arena, Rehearsal(arena, model.kind_of, subsequences)
     model.arena = rehearsal
     swap.set_passes(passes.compute_only())
     try:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -136,7 +137,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
     if (swaps_layers(cfg) and not all_fit) or cfg.msp:
         settle(model.device)
         # a unit's backward follows its forward
-        model.reserve_forward(B, T, n_layer=1, streams=streams, pin=pin)
+        model.reserve_forward(B, T, n_layer=1 + max(model.first_of_kinds), streams=streams, pin=pin)
         rates = measure(model, pin, typical_documents(cfg, model, data) if data else None)
         model.grads.zero_()
         model.close()
@@ -218,7 +219,7 @@ def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Opt
     on_host = states if staging else 0
     shards = 0 if staging else sum(optimizer.sums[k].nbytes for k in optimizer.coming)
     grads = model.grads.nbytes + optimizer.kept.nbytes + shards, staging.nbytes if staging else 0
-    positions = sum(t.nbytes for t in (*model.positions, *model.turn) if t is not None)
+    positions = sum(t.nbytes for t in (*model.positions, *chain(*model.turns.values())) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *regions.activation_lines(cfg, decision.placement, model.dtype.itemsize, replicas),

@@ -4,6 +4,7 @@ The transformer (model.py) computes a layer, the embedding, the head, and knows 
 here each step of a program (memo/schedule/program.py) finds what it does."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from memo.config.config import Config
 from memo.config.formulas import parameters
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
+from memo.config.settings import Kind, Rope
 from memo.decide.where import all_kept, with_stream
 from memo.errors import OutOfHostMemory, warn
 from memo.kernels.ops import Ops
@@ -22,7 +24,7 @@ from memo.layer.activations import Activations
 from memo.layer.attend import Attention
 from memo.layer.edges import Edges
 from memo.layer.masks import documents
-from memo.layer.tiles import Batch, Packed, row_order
+from memo.layer.tiles import Batch, Meeting, Packed, row_order
 from memo.memory.buffers import Swap, of_sequences
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
@@ -55,6 +57,7 @@ class OptimizerSteps(Protocol):
 class Transformer(Protocol):
     """Names what the passes of a model use of its transformer; model.py says what that is."""
 
+    cfg: Layout
     ops: Ops
     why_ops: str
     attention: Attention
@@ -65,7 +68,7 @@ class Transformer(Protocol):
     @property
     def key_shape(self) -> tuple[int, int]: ...
     def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock: ...
-    def rotations_of(self, positions: torch.Tensor) -> torch.Tensor | None: ...
+    def rotations_of(self, positions: torch.Tensor, rope: Rope | None) -> torch.Tensor | None: ...
 
 
 Make = Callable[[Layout, Parameters], Transformer]
@@ -143,25 +146,44 @@ class Model(Parameters):
         if packed is None:
             self.positions = [t.to(self.device).repeat(B) for t in positions]
         else:
-            order = replace(order, masks=[documents(of, cfg.window) for of in packed.ends])
+            order = replace(order, masks=[documents(of) for of in packed.ends])
             self.positions = self.by_subsequence(packed.positions)
-        self.turn = [*map(self.gpt.rotations_of, self.positions)]
+        self.turns = {rope: [self.gpt.rotations_of(each, rope) for each in self.positions]
+                      for rope in {kind.rope: None for kind in cfg.kinds}}
         by_lengths = packed is not None and self.gpt.attention.takes_lengths
         place = partial(to_device, device=self.device, pin=cfg.pin_memory) if by_lengths else None
-        meetings = cache(partial(order.meetings, fence=packed and self.fence, place=place))
-        # of `turn`, where other stages compute the other rows
-        part_of = cache(lambda i, first, end: of_sequences(self.turn[i], B, first, end).flatten(0, 1))
+
+        @cache
+        def meetings(window: int, i: int, first: int, end: int) -> list[Meeting]:
+            of_kind = replace(order, masks=[mask.near(window) for mask in order.masks])
+            return of_kind.meetings(i, first, end, fence=packed and self.fence, place=place)
+
+        @cache  # where other stages compute the other rows
+        def part_of(rope: Rope, i: int, first: int, end: int) -> torch.Tensor:
+            return of_sequences(self.turns[rope][i], B, first, end).flatten(0, 1)
         for unit, s in self.swap.units.items():
-            first, end, i = 0, len(s.x), unit.subsequence
+            first, end, i, kind = 0, len(s.x), unit.subsequence, self.kind_of(unit)
             if guest := p.guest_of.get(i):
                 first, end, i = guest.first, guest.end, guest.subsequence
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
-            s.meetings = meetings(i, *tokens)
+            s.meetings = meetings(kind.window, i, *tokens)
             for meeting in s.meetings if by_lengths else ():
                 meeting.own_tiles(self.mesh.tokens.rank)  # now: in a unit's work all memory is planned
-            s.turn = self.turn[i]
-            if s.turn is not None and p.several and end - first < p.cuts[i]:
-                s.turn = part_of(i, first, end)
+            s.turn = self.turns[kind.rope][i]
+            if kind.rope and p.several and end - first < p.cuts[i]:
+                s.turn = part_of(kind.rope, i, first, end)
+
+    def kind_of(self, unit: Unit) -> Kind:
+        """Finds the Kind of a unit's layer: of this stage, or of the one that it helps."""
+        guest = self.swap.placement.guest_of.get(unit.subsequence)
+        stage = self.cfg.every_stage[guest.stage] if guest else self.cfg
+        return self.cfg.kinds[stage.layers[unit.layer]]
+
+    @property
+    def first_of_kinds(self) -> dict[int, float]:
+        """Finds {the first layer of each Kind: its part of the layers}, of this stage."""
+        kinds = [self.cfg.kinds[k] for k in self.cfg.layers]
+        return {kinds.index(kind): n / len(kinds) for kind, n in Counter(kinds).items()}
 
     def fence(self, varies: bool) -> Callable[[], object]:
         """Marks for the arena where attention calls its kernel for each document."""

@@ -4,6 +4,7 @@ activations, slow streams, the outputs of single tokens."""
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -151,8 +152,8 @@ def influence_faults(model: Model, batch: Batch, rank: int) -> list[str]:
         for (at, of, old), (_, _, new) in zip(before, outputs(model, changed), strict=True):
             sees = (of == 0) & (at >= place) & (of_token[at] == of_token[place])
             moved = (old != new).any(1)
-            if W := model.cfg.window:  # each layer passes on what it sees; beyond the first one bits may stay
-                sees &= (at < place + W) | (moved & (at <= place + model.cfg.n_layer * (W - 1)))
+            if all(W := [kind.window for kind in model.cfg.kinds]):  # each layer passes on what it sees;
+                sees &= (at < place + W[0]) | (moved & (at <= place + sum(W) - len(W)))  # later bits may stay
             faults += [f"token {place} is changed, and the output at {at[row].item()} of sequence "
                        f"{of[row].item()}, which {'sees' if sees[row] else 'must not see'} it, "
                        f"{'changes' if moved[row] else 'does not'} (rank {rank})"
@@ -206,11 +207,11 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     return faults
 
 
-def hops_by_subsequences(cfg: Layout, ends: Sequence[Sequence[int]]) -> list[int]:
+def hops_by_subsequences(cfg: Layout, window: int, ends: Sequence[Sequence[int]]) -> list[int]:
     """Counts the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
     between ranks with tokens of one document, of which the later ones are in that subsequence and see some of
-    the others."""
-    window = cfg.window or cfg.block_size
+    the others through the layer's `window`."""
+    window = window or cfg.block_size
     lengths, ranks = subsequence_lengths(cfg), cfg.cp * (cfg.tp if cfg.metp else 1)
     # of each token its subsequence, which of the chunks that are dealt out there and back, and who has it
     places = [(i, k, min(k, 2 * ranks - 1 - k)) for i, n in enumerate(lengths) for k in range(2 * ranks)
@@ -262,6 +263,8 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
         # queries leave, outputs come back, and their gradients
         each = 3 * kv * groups if N == 1 else (q + q + lse) + (3 * q + lse + q)
         parts = [n / cfg.block_size for n in subsequence_lengths(cfg)]
-        found["cp"] = len(cfg.layers) * each * sum(part * hops for ends in batches for part, hops in zip(
-            parts, hops_by_subsequences(cfg, ends), strict=True))
+        layers = Counter(cfg.kinds[k].window for k in cfg.layers)
+        found["cp"] = each * sum(
+            count * part * hops for window, count in layers.items() for ends in batches
+            for part, hops in zip(parts, hops_by_subsequences(cfg, window, ends), strict=True))
     return found

@@ -17,17 +17,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from memo.config.config import Config
+from memo.config.settings import Kind, Rope
+
+Turns = dict[Rope | None, tuple[torch.Tensor, torch.Tensor]]  # cosines and sines for rotate()
+
 
 # --- positions ---
 
-def rotary_frequencies(cfg: Config) -> tuple[torch.Tensor, float]:
+def rotary_frequencies(cfg: Config, rope: Rope) -> tuple[torch.Tensor, float]:
     """Computes (angle between neighbouring tokens of each pair of elements (D/2,), in radians, fp64; what
     multiplies rotated vectors). Source: transformers' modeling_rope_utils; arXiv 2306.15595 (linear),
     2309.00071 (YaRN), 2407.21783 (Llama 3)."""
-    D, theta = cfg.head_width, cfg.rope_theta
+    D, theta = cfg.head_width, rope.theta
     pair = torch.arange(D // 2, dtype=torch.float64)
     plain = theta ** (-2 * pair / D)
-    given: dict[str, float | str | None] = json.loads(cfg.rope_scaling or "{}")
+    given: dict[str, float | str | None] = json.loads(rope.scaling or "{}")
     kind = given.get("rope_type") or given.get("type")
 
     def number(name: str, default: float = 0.0) -> float:
@@ -97,10 +101,10 @@ def norm_of(cfg: Config, width: int) -> nn.Module:
 class ReferenceLayer(nn.Module):
     """Computes a layer, whose modules have memo's names of their parameters."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, kind: Kind) -> None:
         super().__init__()
         C, D, inner = cfg.n_embd, cfg.head_width, cfg.inner_width
-        self.cfg = cfg
+        self.cfg, self.kind = cfg, kind
         self.ln1, self.ln2 = norm_of(cfg, C), norm_of(cfg, C)
         self.q, self.k, self.v = (nn.Linear(C, heads * D, bias=cfg.bias or cfg.qkv_bias)
                                   for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads))
@@ -113,17 +117,16 @@ class ReferenceLayer(nn.Module):
             self.gate, self.up = nn.Linear(C, inner, bias=False), nn.Linear(C, inner, bias=False)
             self.down = nn.Linear(inner, C, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-                of: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes a layer, (B, T, C) -> (B, T, C). `cos`, `sin`: as in rotate(), or None."""
+    def forward(self, x: torch.Tensor, turns: Turns, of: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes a layer, (B, T, C) -> (B, T, C)."""
         (B, T, _), normed = x.shape, self.ln1(x)
         q, k, v = (linear(normed).view(B, T, -1, self.cfg.head_width).transpose(1, 2)
                    for linear in (self.q, self.k, self.v))
         if self.cfg.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if cos is not None and sin is not None:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.proj(attend(q, k, v, of, self.cfg.window).transpose(1, 2).reshape(B, T, -1))
+        if self.kind.rope:
+            q, k = (rotate(t, *turns[self.kind.rope]) for t in (q, k))
+        x = x + self.proj(attend(q, k, v, of, self.kind.window).transpose(1, 2).reshape(B, T, -1))
         return x + self.mlp(self.ln2(x))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +144,7 @@ class Reference(nn.Module):
         self.cfg = cfg
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.wpe = nn.Embedding(cfg.block_size, cfg.n_embd) if cfg.position == "learned" else None
-        self.h = nn.ModuleList(ReferenceLayer(cfg) for _ in range(cfg.n_layer))
+        self.h = nn.ModuleList(ReferenceLayer(cfg, kind) for kind in cfg.kinds)
         self.lnf = norm_of(cfg, cfg.n_embd)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.to(dtype)
@@ -149,15 +152,16 @@ class Reference(nn.Module):
 
     # --- forward ---
 
-    def embed(self, tokens: torch.Tensor,
-              positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Computes (the first layer's input (B, T, C); cosines and sines for rotate(), or None) of (B, T)."""
-        x = self.wte(tokens)
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Turns]:
+        """Computes (the first layer's input (B, T, C), rotations) of (B, T)."""
+        x, turns = self.wte(tokens), Turns()
         if self.wpe is not None:
-            return x + self.wpe(positions), None, None
-        frequencies, factor = rotary_frequencies(self.cfg)
-        angles = positions[:, None, :, None].double() * frequencies.to(tokens.device)
-        return x, (angles.cos() * factor).to(self.wide), (angles.sin() * factor).to(self.wide)
+            x = x + self.wpe(positions)
+        for rope in {kind.rope for kind in self.cfg.kinds if kind.rope}:
+            frequencies, factor = rotary_frequencies(self.cfg, rope)
+            angles = positions[:, None, :, None].double() * frequencies.to(tokens.device)
+            turns[rope] = (angles.cos() * factor).to(self.wide), (angles.sin() * factor).to(self.wide)
+        return x, turns
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the last layer's output (B, T, C) of tokens (B, T). `positions` (B, T): those of tokens in
@@ -166,9 +170,9 @@ class Reference(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         number = (positions == 0).cumsum(1)
         of = number if number.max() > 1 else None  # a causal mask alone is faster
-        x, cos, sin = self.embed(tokens, positions)
+        x, turns = self.embed(tokens, positions)
         for block in self.h:
-            x = block(x, cos, sin, of)
+            x = block(x, turns, of)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
