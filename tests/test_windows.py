@@ -117,6 +117,9 @@ def test_a_ring_makes_the_hops_that_a_window_needs():
         order = RowOrder([(128,)], "ring", 8, masks=(CAUSAL.near(window),))
         [met] = order.meetings(0, 0, 16)
         assert met.distances == hops, window
+    [met] = RowOrder([(128,)], "ring", 8, masks=(CAUSAL.near(6),)).meetings(0, 0, 16)
+    assert [met.halo(*pair) for pair in ((1, 0), (0, 1), (0, 7), (7, 0))] == [  # W - 1 rows each way
+        [((3, 8),)], [((11, 16),)], [()], [()]]
 
 
 @pytest.mark.parametrize("S,W", [(4096, 512), (4096, 4095), (4096, 4096), (100, 1)])

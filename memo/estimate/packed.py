@@ -8,7 +8,7 @@ from dataclasses import replace
 from memo.config.formulas import squares_met
 from memo.estimate.roofline import Calls, Met, Unit
 from memo.kernels.bands import Band
-from memo.layer.masks import documents
+from memo.layer.masks import Ranges, documents
 from memo.layer.tiles import Meeting, RowOrder
 
 Ends = tuple[tuple[int, ...], ...]  # of a Sample
@@ -33,17 +33,24 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
     # of a pair on this rank, with all heads that it has; groups of heads take turns
     flops = 4 * u.Q * (1 if u.ulysses else u.ring) / (u.cp * u.tp) / u.turns
     own, earlier = Counter[Calls](), Counter[Calls]()
-    queries = keys = 0
+    queries = keys = sent = 0
+    met = meeting.distances if u.kind.window else ()
+
+    def count_rows(of_pieces: Sequence[Ranges]) -> int:
+        return sum(end - first for ranges in of_pieces for first, end in ranges)
 
     def count(part: slice, of: int) -> int:
         start, end, _ = part.indices(of)
         return end - start
     for distance in range(ranks):
         other = (rank - distance) % ranks
-        # of a whole sequence keys come by, of several subsequences queries
-        at, source = (other, rank) if several else (rank, other)
-        for piece, tiles in zip(meeting.pieces, meeting.tiles(at, source), strict=True):
-            held = sum(end - first for first, end in piece[source])
+        # of a whole sequence keys come by, or a halo of them; of several subsequences queries
+        at, source = (other, rank) if several and not u.kind.window else (rank, other)
+        halo = u.kind.window and distance
+        rows = meeting.halo(at, source) if halo else [piece[source] for piece in meeting.pieces]
+        sent += count_rows(meeting.halo((rank + distance) % ranks, rank)) if distance in met else 0
+        for piece, tiles, ranges in zip(meeting.pieces, meeting.tiles(at, source), rows, strict=True):
+            held = count_rows([ranges])
             for tile in tiles:
                 n, m, of = count(tile.queries, meeting.rows), count(tile.keys, held), count(tile.of, B)
                 slides = isinstance(tile.causal, Band) and tile.causal.right == 0
@@ -56,4 +63,4 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
     # alone each part of a result goes to its place; else all are merged
     alone = ranks == 1 and not several
     return Met(mine, before, len(meeting.distances), 0 if alone else of_rows, of_rows,
-               keys / (B * meeting.rows), alone)
+               keys / (B * meeting.rows), alone, sent / meeting.rows)

@@ -62,7 +62,8 @@ SampleOf = Callable[[Config], Sample]  # the one that stands for all, of any bat
 class Met(NamedTuple):
     """Says what attention of a unit does on a rank: calls over the unit's own keys, and over those before;
     the hops to other ranks; and in units of the unit's rows, all queries or all keys, how many of partial
-    results are merged, and of their gradients added. `copied`: each part of a result goes to its place."""
+    results are merged, and of their gradients added. `copied`: each part of a result goes to its place.
+    `halo`: with a window, in units of the unit's rows, the keys that are sent in all hops."""
 
     own: list[Calls]
     earlier: list[Calls]
@@ -71,6 +72,7 @@ class Met(NamedTuple):
     queries: float = 0.0
     keys: float = 0.0
     copied: bool = False
+    halo: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -259,7 +261,8 @@ def ring(u: Unit, met: Met, kernels: Kernels) -> tuple[list[Cost], list[Cost]]:
     forward_s, backward_s = (total(own) for own, _ in kernels)
     if not met.hops:
         return [Cost(merge, MESSAGES)], [Cost(merge_back, MESSAGES)]
-    keys, gradients = hop_s(u, u.kv_bytes), hop_s(u, u.kv_bytes * 4 // u.itemsize)
+    sent = u.kv_bytes * (met.halo / met.hops if u.kind.window else 1)  # in a hop
+    keys, gradients = hop_s(u, sent), hop_s(u, sent * 4 / u.itemsize)
     if u.cfg.metp:
         first = keys * (u.turns - head_groups(u.cfg) + 1) / u.turns
         hops = [late_hop(u, met.hops * keys, forward_s)]
@@ -305,7 +308,11 @@ def prefix(u: Unit, met: Met, kernels: Kernels) -> tuple[list[Cost], list[Cost]]
     if u.ulysses:
         exchanged = exchange(u, u.Q, u.turns)
         return [*forward, *[exchanged] * 2], [*backward, *[exchanged] * 4, *dealing(u)]
-    if met.hops:
+    if met.hops and u.kind.window:
+        keys, gradients = (hop_s(u, u.kv_bytes * met.halo * n / u.itemsize) for n in (u.itemsize, 4))
+        forward.append(late_hop(u, keys, total(kernels[0][0])))
+        backward.append(late_hop(u, keys + gradients, total(kernels[1][0])))
+    elif met.hops:
         fp32 = u.row_bytes * 4 // u.itemsize
         lse, queries = fp32 * u.layer.heads, u.Q * u.row_bytes
         forward += passing(u, met.hops, *kernels[0], queries, u.Q * fp32 + lse)

@@ -32,10 +32,10 @@ from memo.layer.activations import Activations, Pieces, Weights
 from memo.layer.masks import EVERYTHING
 from memo.layer.tiles import Meeting
 from memo.parallel.mesh import Mesh
-from memo.parallel.visits import Visits
+from memo.parallel.visits import Coming
 
 Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see layer/cp.py
-Ring = tuple[Visits, Meanwhile]  # what start_keys() gives, and that
+Ring = tuple[Coming, Meanwhile]  # what start_keys() gives, and that
 Pair = tuple[torch.Tensor, torch.Tensor]
 Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward of a norm
 
@@ -70,7 +70,7 @@ class Attention(NamedTuple):
     backward: Callable[..., Gradients]
     to_pieces: Callable[[torch.Tensor, torch.Tensor], Pair] = itself
     from_pieces: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Pair] = rounded
-    start: Callable[..., Visits] | None = None
+    start: Callable[..., Coming] | None = None
     ranks: int = 1
     heads: int = 1
     takes_out: bool = False
@@ -103,7 +103,7 @@ def of_heads(pairs: Pieces, kv: slice) -> Pieces:
     return [(a[:, :, kv], b[:, :, kv]) for a, b in pairs]
 
 
-def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Visits | None:
+def start_keys(attention: Attention, H: int, k: torch.Tensor, v: torch.Tensor) -> Coming | None:
     """Sends off the first keys and values that attend() of H query heads meets; None: none are sent."""
     if attention.start is None:
         return None
@@ -248,7 +248,7 @@ class HeadNorms:
             k, kept = self.forward("k", k)
             return [(k, v)], [kept]
 
-        def start(k: torch.Tensor, v: torch.Tensor) -> Visits:
+        def start(k: torch.Tensor, v: torch.Tensor) -> Coming:
             assert attention.start is not None
             return attention.start(self.forward("k", k)[0], v)
 

@@ -28,11 +28,11 @@ from memo.layer.metp import Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward
-from memo.parallel.visits import Ahead, Visits
+from memo.parallel.visits import Ahead, Coming, Visits
 from memo.system.axis import Hop, T
 
 Group = tuple[Heads, Matrices]  # a group of heads, its matrices
-WithKeys = tuple[*Group, Pieces, Visits | None]  # and [(k, v)] where they lie in no pieces; other ranks' keys
+WithKeys = tuple[*Group, Pieces, Coming | None]  # and [(k, v)] where they lie in no pieces; other ranks' keys
 
 
 class MetpBlock:

@@ -48,6 +48,7 @@ class Meeting:
     fence: Fence | None = None  # with documents: NoArena.fence()
     place: Move | None = None  # to the device, with a kernel of Lengths
     known: dict[tuple[int, int], list[Tiles]] = field(default_factory=dict, init=False)
+    halos: dict[tuple[int, int], list[Ranges]] = field(default_factory=dict, init=False)
 
     def tiles(self, rank: int = 0, source: int = 0) -> list[Tiles]:
         """Lists for each piece the tiles of the queries of `rank` and the keys of `source`."""
@@ -60,8 +61,35 @@ class Meeting:
                     # those longer than a window came first
                     squares.sort(key=lambda tile: (tile.of.start or 0, tile.queries.start or 0))
                     found[-1] = (*others, *self.calls_by_lengths(tuple(squares)))
+            if rank != source and self.window < inf:  # keys are a halo's rows, one range behind the other
+                found = [tuple(tile._replace(keys=within_ranges(tile.keys, rows)) for tile in tiles)
+                         for tiles, rows in zip(found, self.halo(rank, source), strict=True)]
             self.known[rank, source] = found
         return self.known[rank, source]
+
+    @property
+    def window(self) -> float:
+        """Finds the tokens that a token sees, whatever documents there are."""
+        return self.masks[0].window
+
+    @cached_property
+    def one_document(self) -> "Meeting":
+        """Makes the Meeting under the window alone: a halo is as long in each batch."""
+        return replace(self, masks=(CAUSAL.near(int(self.window)),))
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """Lists the distances between ranks that the window reaches: see `distances`."""
+        return self.one_document.distances
+
+    def halo(self, rank: int, source: int) -> list[Ranges]:
+        """Lists for each piece the rows of the keys of `source` that queries of `rank` see through the
+        window."""
+        if (rank, source) not in self.halos:
+            queries, mask = self.queries[rank], self.one_document.masks[0]
+            self.halos[rank, source] = [rows_of_keys(tiles_of(queries, piece[source], mask), piece[source])
+                                        for piece in self.pieces]
+        return self.halos[rank, source]
 
     def own_tiles(self, rank: int) -> list[Tiles]:
         """Lists those of a rank's queries and its own keys; with Ulysses all ranks are one."""
@@ -94,21 +122,21 @@ class Meeting:
         `longest` rows or more. Two at least: flash-attn 2 orders lse otherwise where it is told of one row,
         and query heads share keys."""
         assert self.place
-        window = self.masks[0].window  # that of a layer
         longest = max(longest, *(end - start for start, end in pairwise(starts)))
         return Lengths(self.place(torch.tensor(starts, dtype=torch.int32) - starts[0]), longest,
-                       int(window) - 1 if window < longest else -1)
+                       int(self.window) - 1 if self.window < longest else -1)
 
     def rehearse(self, rank: int) -> None:
         """Puts the largest tiles of each kind in a rehearsal, whose plan serves all batches: calls by
         lengths, and with a window those at its edges, which documents may cut anywhere."""
         B, ranks = len(self.masks), range(len(self.queries))
-        for other in ranks if self.masks[0].window < inf else ():
+        for other in ranks if self.window < inf else ():
             for pair in {(rank % len(ranks), other), (other, rank % len(ranks))}:
-                *before, last = [self.largest(of_piece, piece[pair[1]]) for of_piece, piece in zip(
-                    self.tiles(*pair), self.pieces, strict=True)]
-                if pair[0] == pair[1]:  # who alone has its own keys
-                    last += (Tile(EVERYTHING, EVERYTHING, Band(int(self.masks[0].window) - 1, 0)),)
+                own = pair[0] == pair[1]
+                held = [piece[pair[1]] for piece in self.pieces] if own else self.halo(*pair)
+                *before, last = map(self.largest, self.tiles(*pair), held)
+                if own:  # who alone has its own keys
+                    last += (Tile(EVERYTHING, EVERYTHING, Band(int(self.window) - 1, 0)),)
                 self.known[pair] = [*before, last]
         tiles = self.own_tiles(rank)
         calls = [(EVERYTHING, B * self.rows)] + [(slice(0, 1), self.rows)] * (B > 1)
@@ -120,8 +148,7 @@ class Meeting:
     def largest(self, of_piece: Tiles, keys: Ranges) -> Tiles:
         """Lists the largest tile of each kind, but of a rank's own keys, where one document has those
         `of_piece`. A full tile requests as much as a causal one."""
-        window = int(self.masks[0].window)
-        n, m = (min(window, rows) for rows in (self.rows, sum(end - first for first, end in keys)))
+        n, m = (min(int(self.window), rows) for rows in (self.rows, sum(end - first for first, end in keys)))
         edge = slice(0, min(n, m))
         return (Tile(slice(0, n), slice(0, m), False), Tile(edge, edge, Band(0, -1))) if of_piece else ()
 
@@ -179,6 +206,30 @@ def rows_of(ranges: Sequence[Range], first: float, end: float) -> Ranges:
         found += [(int(low), int(high))] * (low < high)
         row += b - a
     return tuple(found)
+
+
+def rows_of_keys(tiles: Tiles, keys: Ranges) -> Ranges:
+    """Joins the rows of all keys that the tiles have, ascending."""
+    held = sum(end - first for first, end in keys)
+    rows = sorted(tile.keys.indices(held)[:2] for tile in tiles)
+    found = list[Range]()
+    for first, end in rows:
+        if found and first <= found[-1][1]:
+            first, end = found[-1][0], max(found.pop()[1], end)
+        found.append((first, end))
+    return tuple(found)
+
+
+def within_ranges(rows: slice, ranges: Ranges) -> slice:
+    """Finds rows, all of them in one of the ascending `ranges`, where these lie one behind the other."""
+    before, whole = 0, sum(end - first for first, end in ranges)
+    for first, end in ranges:
+        start, stop = (first, end) if rows == EVERYTHING else (rows.start, rows.stop)
+        if first <= start and stop <= end:
+            found = slice(before + start - first, before + stop - first)
+            return EVERYTHING if found == slice(0, whole) else found
+        before += end - first
+    raise ValueError(f"{rows} is in none of {ranges}")
 
 
 # --- the tokens of a rank's rows ---

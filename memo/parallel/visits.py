@@ -59,7 +59,10 @@ def hops(axis: Axis, needed: Sequence[int], *sent: torch.Tensor) -> Iterator[Hop
         yield hop
 
 
-class Visits(Ahead[list[torch.Tensor]]):
+Coming = Ahead[list[torch.Tensor]]  # what other ranks send, one after the other
+
+
+class Visits(Coming):
     """Iterates over the tensors of the other ranks of `axis`, the rank before first. `ahead` hops are on
     their way beside the part in use. `needed`: see hops(); by default at all distances."""
 

@@ -169,11 +169,13 @@ class Axis:
         return self.start("reduce", nbytes, lambda t, _, **how: dist.reduce(t, group_dst=owner, **how),
                           x, x, to=owner)
 
-    def shift(self, *tensors: torch.Tensor, by: int | None = 1) -> Hop:
+    def shift(self, *tensors: torch.Tensor, by: int | None = 1,
+              into: list[torch.Tensor] | None = None) -> Hop:
         """Sends tensors `by` ranks on, to the next -> Works of those that come from as many before. Shifts
         are done one after the other: one may send what the one before it brings, without a wait for that.
-        By 0 they are copied; None: nothing is sent, and what is received is uninitialised."""
-        received = [torch.empty_like(t) for t in tensors]
+        By 0 they are copied; None: nothing is sent, and what is received is uninitialised. `into`: memory for
+        what comes, where that is shaped otherwise, or nothing."""
+        received = [torch.empty_like(t) for t in tensors] if into is None else into
         if not by:
             for r, t in zip(received, tensors if by == 0 else (), strict=False):
                 r.copy_(t)
@@ -203,7 +205,9 @@ class Axis:
         come(self.line, kind)
         ops = [dist.P2POp(call, borrowed(t), group=self.group, group_peer=ends[end]) for call, ts, end in
                ((dist.isend, sent, "to"), (dist.irecv, received, "source")) for t in ts]
-        if kind == "shift" and received[0].is_cpu:  # NCCL has a stream for shifts
+        if not ops:
+            return ()
+        if kind == "shift" and (*sent, *received)[0].is_cpu:  # NCCL has a stream for shifts
             return [self.sender.submit(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])]
         return dist.batch_isend_irecv(ops)
 

@@ -287,7 +287,8 @@ class Checks:
         batches = [ends for (split, step, _), ends in opened.ends.items() if (split, step) == ("train", 0)]
         split = {name.removeprefix("h.0."): self.weights[name].numel()
                  for name, dim in self.split_dims.items() if dim is not None and name.startswith("h.0.")}
-        expected = mechanics.expected_bytes(cfg, batches, shared, split)
+        rank = opened.run.mesh.tokens.rank
+        expected = mechanics.expected_bytes(cfg, batches, shared, split, rank)
         self.faults("layout", [f"axis {name} has sent {factor_words(sent[name], want, self.degrees)}: "
                                f"{sent[name]} bytes, by the formula {want:.0f}"
                                for name, want in expected.items() if abs(sent[name] - want) > 1e-4 * want],

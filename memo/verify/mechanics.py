@@ -207,30 +207,48 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     return faults
 
 
-def hops_by_subsequences(cfg: Layout, window: int, ends: Sequence[Sequence[int]]) -> list[int]:
-    """Counts the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
+def holders(cfg: Layout) -> list[tuple[int, int, int]]:
+    """Lists of each token its subsequence, which of the chunks that are dealt out there and back it is in,
+    and the rank of a ring that has it."""
+    ranks = cfg.token_ranks
+    return [(i, k, min(k, 2 * ranks - 1 - k)) for i, n in enumerate(subsequence_lengths(cfg))
+            for k in range(2 * ranks) for _ in range(n // (2 * ranks))]
+
+
+def hops_by_subsequences(cfg: Layout, window: int, ends: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Finds the hops of a ring in a batch whose documents end at `ends`, of each subsequence: the distances
     between ranks with tokens of one document, of which the later ones are in that subsequence and see some of
     the others through the layer's `window`."""
-    window = window or cfg.block_size
-    lengths, ranks = subsequence_lengths(cfg), cfg.cp * (cfg.tp if cfg.metp else 1)
-    # of each token its subsequence, which of the chunks that are dealt out there and back, and who has it
-    places = [(i, k, min(k, 2 * ranks - 1 - k)) for i, n in enumerate(lengths) for k in range(2 * ranks)
-              for _ in range(n // (2 * ranks))]
-    needed = [set[int]() for _ in lengths]
+    window, ranks, places = window or cfg.block_size, cfg.token_ranks, holders(cfg)
+    needed = [set[int]() for _ in subsequence_lengths(cfg)]
     for of in ends:
         for first, end in pairwise((0, *of)):
             last = {place: token for token, place in enumerate(places[first:end], first)}
             for n, ((i, _, rank), token) in enumerate(zip(last, [first, *last.values()], strict=False)):
                 needed[i] |= {(rank - other) % ranks for (*_, other), seen in [*last.items()][:n]
                               if token + (n > 0) - seen < window}
-    return [len(distances - {0}) for distances in needed]
+    return [distances - {0} for distances in needed]
+
+
+def halo_tokens(cfg: Layout, window: int, rank: int) -> list[Counter[int]]:
+    """Counts, of each subsequence {distance: tokens of a ring's rank that some token there sees, through the
+    window, on the rank so far behind it}."""
+    places, found = holders(cfg), [Counter[int]() for _ in subsequence_lengths(cfg)]
+    for token, (*_, holder) in enumerate(places):
+        if holder == rank:
+            seen_from = {(i, (other - rank) % cfg.token_ranks)
+                         for i, _, other in places[token + 1:token + window]}
+            for i, distance in seen_from:
+                found[i][distance] += 1
+    return found
 
 
 def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shared: int,
-                   split: dict[str, int]) -> dict[str, float]:
+                   split: dict[str, int], rank: int) -> dict[str, float]:
     """Computes {axis: bytes that a rank sends in a step's passes} with activation=keep, where there is a
     formula. `batches`: of each micro batch of this rank the ends of documents; `shared`: elements that a rank
-    owns of what all tp ranks hold; `split`: {name: elements} of what they share out in a layer."""
+    owns of what all tp ranks hold; `split`: {name: elements} of what they share out in a layer; `rank`: of
+    those that share the tokens."""
     if cfg.shares:  # stages that help send what others have
         return {}
     tp, cp, N, units = cfg.tp, cfg.cp, cfg.n_subsequences, len(cfg.layers) * len(batches)
@@ -239,7 +257,7 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
     x, q, kv, lse = (4 * rows * width for width in (
         cfg.n_embd, H * cfg.head_width, 2 * cfg.kv_heads * cfg.head_width // tp, H))
     # keys go to each group of heads that reads them; of several subsequences they stay, or go once
-    groups = max(1, cfg.n_head // cfg.kv_heads // heads) if N == 1 else 1
+    groups, ranks = max(1, cfg.n_head // cfg.kv_heads // heads) if N == 1 else 1, cfg.token_ranks
     found, in_layers = dict[str, float](), 10 * x  # 4 messages of x in a layer's forward, 6 in its backward
     if cfg.metp and tp > 1:  # matrices come in both passes, and their gradients go back
         sent = dict(tp=0, hops=0)
@@ -263,8 +281,19 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
         # queries leave, outputs come back, and their gradients
         each = 3 * kv * groups if N == 1 else (q + q + lse) + (3 * q + lse + q)
         parts = [n / cfg.block_size for n in subsequence_lengths(cfg)]
-        layers = Counter(cfg.kinds[k].window for k in cfg.layers)
-        found["cp"] = each * sum(
-            count * part * hops for window, count in layers.items() for ends in batches
-            for part, hops in zip(parts, hops_by_subsequences(cfg, window, ends), strict=True))
+        found["cp"] = 0.0
+        for window, count in Counter(cfg.kinds[k].window for k in cfg.layers).items():
+            own = (halo_bytes(cfg, window, rank, kv * groups) if window else
+                   [[each * part] * ranks for part in parts])
+            found["cp"] += count * sum(own[i][hop] for ends in batches for i, hops in enumerate(
+                hops_by_subsequences(cfg, window, ends)) for hop in hops)
     return found
+
+
+def halo_bytes(cfg: Layout, window: int, rank: int, kv: float) -> list[list[float]]:
+    """Computes for each subsequence by distances the bytes that a rank of a ring sends of a halo: keys and
+    values leave in both passes, and gradients of those that came go home. `kv`: bytes of all its own."""
+    ranks = cfg.token_ranks
+    tokens = [halo_tokens(cfg, window, holder) for holder in range(ranks)]
+    return [[kv * ranks / cfg.block_size * (2 * tokens[rank][i][by] + tokens[(rank - by) % ranks][i][by])
+             for by in range(ranks)] for i in range(cfg.n_subsequences)]
