@@ -24,7 +24,7 @@ from memo.config.layer import groups_of, n_rows, tensors_of
 from memo.config.layout import Layout
 from memo.data.packing import Share
 from memo.decide.choose import Judged
-from memo.decide.step_seconds import step_seconds
+from memo.decide.step_seconds import UnitRates, step_seconds
 from memo.decide.where import Decision
 from memo.errors import ConfigError, last_line
 from memo.estimate import __main__ as estimate_main
@@ -363,7 +363,7 @@ def test_the_schedule_event_by_event(n_buffers, rate):
     p = Placement(8, n_buffers, N, {"gelu_out": N // 2, "fc1_out": 0}, input_only=2)
     recompute_s = [0.003 * (i % 3) * bool(p.missing(i)) for i in range(8)]
 
-    unit = SimpleNamespace(forward_s=0.01, backward_s=0.02, recompute_s=lambda missing: 0.0)
+    unit = UnitRates(N, 0.01, 0.02, 0.0, 0.0, {})
     seconds = step_seconds(p, tensors, [unit], rate)
     forward, backward, stall = totals_of(p.program, lambda step: (
         recompute_s[step.unit[0]] if step.kind == "recompute" else seconds(step)))

@@ -4,7 +4,6 @@ import gc
 import threading
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from memo.config.layer import groups_of
 from memo.config.layout import Layout, unit_rows
-from memo.decide.step_seconds import step_seconds
+from memo.decide.step_seconds import UnitRates, step_seconds
 from memo.decide.where import Room, place_rows, placed, problem_of, with_stream
 from memo.estimate.regions import activation_lines
 from memo.memory.buffers import Swap
@@ -220,7 +219,7 @@ def test_a_copied_stream_gives_the_same_bits_in_three_places(N, order, cut, chan
         assert sum(line.host_bytes for line in lines) == need.host_bytes
         times = times_of(p.schedule(), lambda step: 1e3 if step.stream == "compute" else sum(
             h.nbytes for _, h in swap.pairs.get(step, [])))
-        units = [SimpleNamespace(recompute_s=lambda missing: 0.0)] * p.subsequences
+        units = [UnitRates(1.0, 0.0, 0.0, 0.0, 0.0, {})] * p.subsequences
         copied_s = step_seconds(p, tensors, units, 1.0)
         *passes, stall_s = totals_of(p.program, lambda step: 1e3 if step.computes else copied_s(step))
         last = times.spans[Step(Op.BACKWARD, Unit(0, 0), back=True)]

@@ -11,6 +11,7 @@ from memo.config.config import CHOSEN_KEYS, Config, as_keys
 from memo.config.formulas import head_share, layer_forward_terms, percent, squares_met
 from memo.config.keys import Value
 from memo.config.msp import Shares
+from memo.config.settings import Kind
 from memo.errors import ConfigError
 
 # torch's pool has 32 streams of that priority, one for a checkpoint's copies; streams.py has the other pool
@@ -53,6 +54,15 @@ class Layout(Config):
     def depths(self) -> tuple[int, ...]:
         """Counts the layers of each stage."""
         return layers_of_stages(self.n_layer, self.pp, head_share(self))
+
+    @cached_property
+    def stage_kinds(self) -> tuple[Kind, ...]:
+        """Lists the Kind of each layer of this rank's stage."""
+        return tuple(self.kinds[k] for k in self.layers)
+
+    @property
+    def layers_alike(self) -> bool:
+        return len({*self.stage_kinds}) == 1
 
     @property
     def layers(self) -> range:

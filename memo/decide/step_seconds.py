@@ -2,13 +2,15 @@
 copies and messages, by the bytes of their places. The schedule's simulator (memo/schedule/simulate.py) says
 which of them hide. Source: MEMO 4.1."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import fsum, inf
 from typing import NamedTuple
 
 from memo.config.layer import ATTENTION, Tensor
 from memo.config.msp import Help
+from memo.config.settings import Kind
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
 from memo.schedule.program import EMBEDDING
@@ -27,6 +29,10 @@ class UnitRates:
     attention_s: float
     groups_s: dict[str, float]
 
+    def of(self, kind: Kind | None) -> "UnitRates":
+        """Finds the rates of a layer of one kind."""
+        return self
+
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Counts the seconds to recompute rows {tensor: slice}, as in Placement.missing."""
         parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
@@ -37,17 +43,20 @@ class UnitRates:
 class MeanRates(UnitRates):
     """Averages the rates of layers of several kinds, each with its part of the layers."""
 
-    def __init__(self, kinds: Sequence[tuple[UnitRates, float]]) -> None:
-        first, self.kinds = kinds[0][0], kinds
+    def __init__(self, kinds: Mapping[Kind, tuple[UnitRates, float]]) -> None:
+        self.kinds, (first, _), rates = kinds, next(iter(kinds.values())), kinds.values()
         for name, value in vars(first).items():
             if isinstance(value, float):
-                setattr(self, name, fsum(part * getattr(unit, name) for unit, part in kinds))
+                setattr(self, name, fsum(part * getattr(unit, name) for unit, part in rates))
         self.rows = first.rows
-        self.groups_s = {group: fsum(part * unit.groups_s[group] for unit, part in kinds)
+        self.groups_s = {group: fsum(part * unit.groups_s[group] for unit, part in rates)
                          for group in first.groups_s}
 
+    def of(self, kind: Kind | None) -> UnitRates:
+        return self.kinds[kind][0] if kind else self
+
     def recompute_s(self, missing: dict[str, slice]) -> float:
-        return fsum(part * unit.recompute_s(missing) for unit, part in self.kinds)
+        return fsum(part * unit.recompute_s(missing) for unit, part in self.kinds.values())
 
 
 def pieces_of(placement: Placement, units: Sequence[UnitRates]) -> list[tuple[UnitRates, float, float]]:
@@ -123,18 +132,21 @@ def end_seconds(step: Step, ends: Ends, p: Placement, sizes: Sizes) -> float:
 
 
 def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequence[UnitRates],
-                 bytes_per_s: float, states: StateSeconds = STAY,
-                 ends: Ends | None = None) -> Callable[[Step], float]:
+                 bytes_per_s: float, states: StateSeconds = STAY, ends: Ends | None = None,
+                 kinds: Sequence[Kind] = ()) -> Callable[[Step], float]:
     """Makes what gives the seconds of a step of a stage's schedule: of a layer's `units` and `states`, of a
-    copy at `bytes_per_s`; and of `ends`, if given: head and embedding, shared out by tokens, and messages."""
+    copy at `bytes_per_s`; and of `ends`, if given: head and embedding, shared out by tokens, and messages.
+    `kinds`: of the stage's layers; without them all are a mean one."""
     p, numel = placement, ends.lanes.numel if ends and ends.lanes else 0
-    pieces, sizes = pieces_of(p, units), Sizes(p, tensors, numel)
+    mean: tuple[Kind | None, ...] = (None,)
+    of_kinds = {kind: pieces_of(p, [unit.of(kind) for unit in units]) for kind in {*(kinds or mean)}}
+    pieces, sizes = [of_kinds[kind] for kind in kinds or mean], Sizes(p, tensors, numel)
 
-    def recompute_s(k: int) -> float:
-        unit, part, share = pieces[p.kinds[k]]
+    @cache
+    def recompute_s(like: int, layer: int) -> float:
+        unit, part, share = pieces[layer][p.kinds[like]]
         return part * unit.recompute_s({name: slice(0, round((r.stop - r.start) / share))
-                                        for name, r in p.missing(k).items()})
-    of_likes = {k: recompute_s(k) for k in set(p.like)}
+                                        for name, r in p.missing(like).items()})
 
     def seconds(step: Step) -> float:
         if step.of_states:
@@ -147,12 +159,13 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
         if step.unit not in p.number:  # of what a helper repays
             return beside_s
         k = p.number[step.unit]
-        unit, part, share = pieces[p.kinds[k]]
+        layer = step.unit.layer % len(pieces)  # a guest's counts as one of this stage
+        unit, part, share = pieces[layer][p.kinds[k]]
         match step.op:
             case Op.FORWARD:
                 return part * unit.forward_s
             case Op.RECOMPUTE:
-                return of_likes[p.like[k]]
+                return recompute_s(p.like[k], layer)
             case Op.BACKWARD:
                 return part * unit.backward_s + beside_s
             case Op.SWEEP:

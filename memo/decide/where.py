@@ -280,7 +280,7 @@ def place_whole(cfg: Layout, problems: Iterable[AlphaProblem], rates: Rates | No
             break
         try:
             if rates and cfg.finds_alpha and problem.n_swapped and (
-                    problem.placement.several or cfg.layers_come):
+                    problem.placement.several or cfg.layers_come or not cfg.layers_alike):
                 seconds, found = hidden(cfg, problem, rates)
             else:
                 costs = rates.recompute_s if rates else dict.fromkeys(groups_of(problem.tensors), 1.0)
@@ -310,7 +310,8 @@ def hidden(cfg: Layout, problem: AlphaProblem, rates: Rates) -> tuple[float, Pla
         less = replace(problem, offload_bytes_per_s=part * problem.offload_bytes_per_s)
         placement, plan = place_rows(cfg, less, rates.recompute_s)
         forward_s, backward_s, stall_s = totals = totals_of(placement.program, step_seconds(
-            placement, problem.tensors, rates.units, rates.both_bytes_per_s, rates.states))
+            placement, problem.tensors, rates.units, rates.both_bytes_per_s, rates.states,
+            kinds=cfg.stage_kinds), cfg.layers_alike)
         return forward_s + backward_s, stall_s, Placed(placement, plan, totals)
     seconds, stall_s, found = simulated(1.0)
     if stall_s > STALL * seconds:
@@ -351,7 +352,7 @@ class StageFacts:
         """Makes what gives the seconds of a step of the stage's schedule."""
         assert self.rates is not None and self.ends is not None
         return step_seconds(placement, tensors_of(self.cfg, self.itemsize), self.rates.units,
-                            self.rates.both_bytes_per_s, ends=self.ends)
+                            self.rates.both_bytes_per_s, ends=self.ends, kinds=self.cfg.stage_kinds)
 
     def alone(self) -> Placed:
         """Decides for the stage by itself. Errors: OutOfHostMemory."""
@@ -363,7 +364,7 @@ class StageFacts:
         assert self.rates is not None and self.ends is not None
         cfg, ends = self.cfg, self.ends
         beside = cfg.has_embedding * ends.embedding_s / 2 + cfg.has_head * ends.head_s
-        layers = [len(cfg.layers) * unit.forward_s for unit in self.rates.units]
+        layers = [sum(unit.of(kind).forward_s for kind in cfg.stage_kinds) for unit in self.rates.units]
         lengths = subsequence_lengths(cfg)
         whole = [s + beside * n / sum(lengths) for s, n in zip(layers, lengths, strict=True)]
         return layers, whole, ends.send_s

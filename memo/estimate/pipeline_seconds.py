@@ -151,7 +151,8 @@ def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsi
     """Simulates a micro batch -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
-                            ends=ends_of(stage.cfg, machine, world, itemsize, layer.learned))
+                            ends=ends_of(stage.cfg, machine, world, itemsize, layer.learned),
+                            kinds=stage.cfg.stage_kinds)
                for stage in stages]
     schedules = [stage.placement.schedule() for stage in stages]
     return times_of_stages(schedules, lambda k, step: seconds[k](step))
@@ -182,7 +183,7 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
     cfg, p, units = stage.cfg, stage.placement, layer.units
     forward, backward, stall = stage.totals or totals_of(p.program, step_seconds(
         p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
-        state_seconds(cfg, machine, world, itemsize)))
+        state_seconds(cfg, machine, world, itemsize), kinds=cfg.stage_kinds), cfg.layers_alike)
     again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
     swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
     parts = {"attention": cfg.n_layer * fsum(unit.attention_kernels_s for unit in units),

@@ -209,7 +209,7 @@ def known_rates(cfg: Layout, machine: Machine, itemsize: int, sample: Sample | N
     if len(of_kinds) == 1:
         return of_kinds[0]
     parts = [n / cfg.n_layer for n in counts.values()]
-    units = tuple(MeanSeconds([*zip(of, parts, strict=True)])
+    units = tuple(MeanSeconds(dict(zip(counts, zip(of, parts, strict=True), strict=True)))
                   for of in zip(*(rates.units for rates in of_kinds), strict=True))
     imbalance = fsum(part * rates.imbalance for rates, part in zip(of_kinds, parts, strict=True))
     return replace(of_kinds[0], units=units, imbalance=imbalance)

@@ -323,8 +323,8 @@ def layer_rates(model: Model) -> tuple[list[MeanRates], int | None]:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    units = [MeanRates([(unit_rates(block, swap, Unit(k, i), device, host), part)
-                        for k, part in model.first_of_kinds.items()])
+    units = [MeanRates({model.cfg.stage_kinds[k]: (unit_rates(block, swap, Unit(k, i), device, host), part)
+                        for k, part in model.first_of_kinds.items()})
              for i in range(swap.placement.subsequences)]
     return units, int(*host.max(torch.cuda.max_memory_allocated(device) - before)) if cuda else None
 

@@ -27,9 +27,9 @@ class Totals(NamedTuple):
     stall_s: float
 
 
-def totals_of(program: Program, seconds: Callable[[Step], float]) -> Totals:
-    """Sums a program's seconds, where a step takes seconds(step)."""
-    if program.several and not program.fates.guests and not program.fates.lent:
+def totals_of(program: Program, seconds: Callable[[Step], float], alike: bool = True) -> Totals:
+    """Sums a program's seconds, where a step takes seconds(step), as long in each layer if `alike`."""
+    if alike and program.several and not program.fates.guests and not program.fates.lent:
         reach, runs = reach_of(program), runs_of(program)
         for most in (3 * reach + 2, 6 * reach + 4):
             short = [min(n, most) for n in runs]

@@ -182,7 +182,7 @@ class Model(Parameters):
     @property
     def first_of_kinds(self) -> dict[int, float]:
         """Finds {the first layer of each Kind: its part of the layers}, of this stage."""
-        kinds = [self.cfg.kinds[k] for k in self.cfg.layers]
+        kinds = self.cfg.stage_kinds
         return {kinds.index(kind): n / len(kinds) for kind, n in Counter(kinds).items()}
 
     def fence(self, varies: bool) -> Callable[[], object]:
