@@ -11,6 +11,8 @@ from tests.nullcuda.runs import in_process
 LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
            "ulysses": dict(cp=2, context_parallel="ulysses"), "host": dict(optimizer_device="cpu"),
            "metp": dict(tp=4, tensor_parallel="metp", block_size=2048)}
+WINDOW = dict(sliding_window=300, layer_types="sliding,full")
+LAYOUTS |= {"ring, window": LAYOUTS["ring"] | WINDOW}
 FOUR = dict(subsequences=4, n_layer=4, block_size=4096)
 IN_ORDER = FOUR | dict(unit_order="subsequence")
 LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
@@ -18,6 +20,7 @@ LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
             "four, stream copied": FOUR, "four, keys made, stream copied": FOUR,
             "four in order, stream copied": IN_ORDER,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
+            "four, ring, window": FOUR | dict(cp=4, block_size=16384) | WINDOW,
             "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
             "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384),
             "stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1),
@@ -86,7 +89,7 @@ STAGING_WAITS = {"offload backward": ("offload", "backward"),
                  "compute prefetch weights": ("prefetch", "forward"), "offload clip": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
-            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
+            ("ring, window", "cp", "shift"), ("four, ring, window", "cp", "shift"), ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
             ("metp", "hops", "shift"), ("metp", "tp", "broadcast"), ("metp", "tp", "reduce"),
             ("metp", "cp", "shift"), ("four, ring", "cp", "shift"), ("four, ulysses", "cp", "exchange"),
             ("four, metp", "tp", "broadcast"), ("four, metp", "tp", "reduce"), ("four, metp", "cp", "shift"),
