@@ -89,7 +89,8 @@ STAGING_WAITS = {"offload backward": ("offload", "backward"),
                  "compute prefetch weights": ("prefetch", "forward"), "offload clip": ("offload", "compute")}
 # (layout, axis, message): memo waits for each of these before the bytes that come are used
 MESSAGES = (("tp2", "tp", "gather"), ("tp2", "tp", "scatter_sum"), ("ring", "cp", "shift"),
-            ("ring, window", "cp", "shift"), ("four, ring, window", "cp", "shift"), ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
+            ("ring, window", "cp", "shift"), ("four, ring, window", "cp", "shift"),
+            ("ulysses", "cp", "exchange"), ("dp2", "data", "scatter_sum"), ("dp2", "data", "gather"),
             ("metp", "hops", "shift"), ("metp", "tp", "broadcast"), ("metp", "tp", "reduce"),
             ("metp", "cp", "shift"), ("four, ring", "cp", "shift"), ("four, ulysses", "cp", "exchange"),
             ("four, metp", "tp", "broadcast"), ("four, metp", "tp", "reduce"), ("four, metp", "cp", "shift"),
