@@ -138,13 +138,12 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
     copy at `bytes_per_s`; and of `ends`, if given: head and embedding, shared out by tokens, and messages.
     `kinds`: of the stage's layers; without them all are a mean one."""
     p, numel = placement, ends.lanes.numel if ends and ends.lanes else 0
-    mean: tuple[Kind | None, ...] = (None,)
-    of_kinds = {kind: pieces_of(p, [unit.of(kind) for unit in units]) for kind in {*(kinds or mean)}}
-    pieces, sizes = [of_kinds[kind] for kind in kinds or mean], Sizes(p, tensors, numel)
+    sizes, of_layers = Sizes(p, tensors, numel), tuple[Kind | None, ...](kinds or (None,))
+    pieces = {kind: pieces_of(p, [unit.of(kind) for unit in units]) for kind in {*of_layers}}
 
     @cache
-    def recompute_s(like: int, layer: int) -> float:
-        unit, part, share = pieces[layer][p.kinds[like]]
+    def recompute_s(like: int, kind: Kind | None) -> float:
+        unit, part, share = pieces[kind][p.kinds[like]]
         return part * unit.recompute_s({name: slice(0, round((r.stop - r.start) / share))
                                         for name, r in p.missing(like).items()})
 
@@ -159,13 +158,13 @@ def step_seconds(placement: Placement, tensors: dict[str, Tensor], units: Sequen
         if step.unit not in p.number:  # of what a helper repays
             return beside_s
         k = p.number[step.unit]
-        layer = step.unit.layer % len(pieces)  # a guest's counts as one of this stage
-        unit, part, share = pieces[layer][p.kinds[k]]
+        kind = of_layers[step.unit.layer % len(of_layers)]  # a guest's layer counts as one of this stage
+        unit, part, share = pieces[kind][p.kinds[k]]
         match step.op:
             case Op.FORWARD:
                 return part * unit.forward_s
             case Op.RECOMPUTE:
-                return recompute_s(p.like[k], layer)
+                return recompute_s(p.like[k], kind)
             case Op.BACKWARD:
                 return part * unit.backward_s + beside_s
             case Op.SWEEP:
