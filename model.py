@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,25 +40,18 @@ from memo.kernels.attention import resolve_attention
 from memo.kernels.backends import aligned
 from memo.kernels.matmul import Linear, Operand, check_products, matmul_of
 from memo.kernels.ops import Ops, resolve_ops, rotations
+from memo.kernels.rows import stretches
 from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weights
 from memo.layer.attend import Attention, LayerAttention
 from memo.layer.cp import attention_over_ranks
 from memo.layer.edges import Edges
 from memo.layer.metp_block import MetpBlock
 from memo.layer.mlp import mlp_of
+from memo.layer.norms import Norms, kept_statistics
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import Parameters, bucket_views
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward, column_backward, in_turns, row_backward, row_forward
-
-
-def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]]:
-    """Cuts n rows at the ends of {name: slice}: lists [(first, end, names that have these rows)]."""
-    bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
-    edges = sorted({edge for bound in bounds.values() for edge in bound})
-    named = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
-             for first, end in pairwise(edges)]
-    return [stretch for stretch in named if stretch[2]]
 
 
 class Block:
@@ -70,11 +63,12 @@ class Block:
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
-        self.w, self.dw, self.ops, self.tp, self.eps = w, dw, ops, mesh.weights, cfg.norm_eps
+        self.w, self.dw, self.tp, self.norms = w, dw, mesh.weights, Norms(cfg, ops, w, dw)
         self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
-        names = [t.name for t in layer_of(cfg).skeletal]
-        self.end_of_mlp = [t.name for t in layer_of(cfg).skeletal if t.width][-1]  # of the MLP half
+        layer, names = layer_of(cfg), [t.name for t in layer_of(cfg).skeletal]
+        self.input_of_qkv, self.input_of_mlp = layer.inputs  # normed, or as they are
+        self.of_mlp = [t.name for t in layer.skeletal[names.index("mid") + 1:] if t.width]
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
     # --- forward ---
@@ -104,7 +98,7 @@ class Block:
         here."""
         self.queries_keys_values(s, self.every_row)
         q, k, v = self.attention.heads(s.q, s.k, s.v, like=s.lse)
-        if self.attention.head_norms:
+        if self.attention.qk_norms:
             norms = self.attention.norms(s)
             q, k = norms.forward("q", q)[0], norms.forward("k", k)[0]
         keys[:, -1:], values[:, -1:] = k, v
@@ -117,9 +111,9 @@ class Block:
         self.output(s, out)
 
     def queries_keys_values(self, s: Activations, rows: dict[str, slice]) -> None:
-        """Makes ln1_out, q, k, v from x. Heads with norms (Qwen 3) are normed and rotated later."""
-        self.norm_forward("ln1", s.x, s, rows["ln1_out"])
-        self.columns(s, self.qkv(self.w), self.operand(s, "ln1_out"), rows)
+        """Makes ln1_out, q, k, v from x. Where q and k have norms, these and rotations come later."""
+        self.norm_forward("ln1", s.x, s, rows)
+        self.columns(s, self.qkv(self.w), self.input_of_qkv, rows)
         for name in "qk":
             if rows[name] != NO_ROWS:
                 self.attention.rotate(s.tensors[name][rows[name]], s, rows[name])
@@ -148,16 +142,17 @@ class Block:
         rows = self.no_rows | dict.fromkeys((*normed, *KEYS_VALUES), EVERY_ROW)
         self.queries_keys_values(self.with_keys(replace(s, tensors=s.tensors | normed | {"x": x})), rows)
 
-    def operand(self, s: Activations, name: str) -> Operand:
-        """Finds the skeletal tensor `name` as matrix products take it: in FP8 with its scales."""
-        return self.matmul.kept(s.tensors[name], s.tensors.get(f"{name}_scale"))
+    def operand(self, s: Activations, name: str, r: slice) -> Operand:
+        """Finds rows r of the skeletal tensor `name` as matrix products take it: in FP8 with its scales."""
+        scale = s.tensors.get(f"{name}_scale")
+        return self.matmul.kept(s.tensors[name][r], scale if scale is None else scale[r])
 
-    def columns(self, s: Activations, linears: dict[str, Linear], x: Operand, rows: dict[str, slice]) -> None:
-        """Makes rows[name] of each skeletal tensor of {name: (matrix, bias)} from x (n, C)."""
+    def columns(self, s: Activations, linears: dict[str, Linear], x: str, rows: dict[str, slice]) -> None:
+        """Makes rows[name] of each skeletal tensor of {name: (matrix, bias)} from the one called x (n, C)."""
         # they may lack different rows: rows that several lack are gathered once for all of them
-        for first, end, names in stretches(len(x), {name: rows[name] for name in linears}):
+        for first, end, names in stretches(len(s.x), {name: rows[name] for name in linears}):
             def project(r: slice, names: list[str] = names) -> Iterator[None]:
-                message = self.matmul.start_gather(self.tp, x[r])
+                message = self.matmul.start_gather(self.tp, self.operand(s, x, r))
                 yield  # the message travels, the other piece computes
                 gathered = message.wait()  # (tp, n, C): the rows of all tp ranks
                 for name in names:
@@ -166,52 +161,58 @@ class Block:
                     self.matmul.forward(gathered, w, out.transpose(0, 1), b)
             in_turns(self.tp, s.x.device, first, end, project)
 
-    def norm_forward(self, name: str, x: torch.Tensor, s: Activations, r: slice) -> None:
-        """Writes rows r of ln1_out or ln2_out."""
-        w, b, mean, rstd = self.norm(name, s, r)
-        for piece, out in self.matmul.pieces(self.operand(s, f"{name}_out")[r], like=x[r]):
-            mean_ = None if mean is None else mean[piece]
-            self.ops.norm_forward(x[r][piece], w, b, out, mean_, rstd[piece], self.eps)
+    def norm_forward(self, name: str, x: torch.Tensor, s: Activations, rows: dict[str, slice]) -> None:
+        """Writes those rows of ln1_out or ln2_out, if there is such a norm."""
+        if (r := rows.get(f"{name}_out")) is None:
+            return
+        for piece, out in self.matmul.pieces(self.operand(s, f"{name}_out", r), like=x[r]):
+            self.norms.forward(name, x[r][piece], out, [t[r][piece] for t in kept_statistics(s, name)])
 
     def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
                       s: Activations, r: slice, out: torch.Tensor) -> None:
-        """Writes residual + the gradient of x over `out`; rows r of x."""
-        w, b, mean, rstd = self.norm(name, s, r)
-        dw, db = (self.dw.get(f"{name}_{kind}") for kind in "wb")
-        self.ops.norm_backward(residual, dy, x[r], mean, rstd, w, b, dw, db, out=out)
-
-    def norm(self, name: str, s: Activations,
-             r: slice) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-        """Finds (weight, bias or None, rows r of mean and rstd); RMSNorm has no mean."""
-        w, b = (self.w.get(f"{name}_{kind}") for kind in "wb")
-        mean, rstd = s.tensors.get(f"{name}_mean"), s.tensors[f"{name}_rstd"]
-        return w, b, None if mean is None else mean[r], rstd[r]
+        """Writes residual + the gradient of x over `out`; rows r of x. Without such a norm dy is that."""
+        if f"{name}_w" in self.w:
+            self.norms.backward(name, residual, dy, x[r], [t[r] for t in kept_statistics(s, name)], out)
+        else:
+            torch.add(residual, dy, out=out)
 
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes mid, the end of the attention half, from x and attn_out."""
-        w, r = self.w, rows["mid"]  # (n, C)
-        attn_out = s.attn_out[r].__getitem__  # row_forward() asks for rows of it
-        row_forward(self.matmul, self.tp, s.x[r], attn_out, w.proj_w, w.proj_b, s.mid[r])
+        w, r = self.w, rows["mid"]
+        residual, name = (None, "proj_out") if self.norms.behind else (s.x, "mid")
+        row_forward(self.matmul, self.tp, residual, s.attn_out.__getitem__, w.proj_w, w.proj_b,
+                    s.tensors[name], rows[name])  # (n, C)
+        if self.norms.behind:
+            self.norms.add("post1", s.proj_out[r], s.x[r], out=s.mid[r])
 
     def mlp_but_output(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes ln2_out and what the MLP keeps from mid: the MLP half but for its output."""
-        self.norm_forward("ln2", s.mid, s, rows["ln2_out"])
-        self.columns(s, self.mlp.linears(self.w), self.operand(s, "ln2_out"), rows)  # (n, tp, F/tp)
+        self.norm_forward("ln2", s.mid, s, rows)
+        self.columns(s, self.mlp.linears(self.w), self.input_of_mlp, rows)  # (n, tp, F/tp)
         if self.mlp.product:
             r = rows[self.mlp.product]
             hidden = [h[r] for h in self.mlp.hidden(s)]
-            for piece, out in self.matmul.pieces(self.operand(s, self.mlp.product)[r], like=hidden[0]):
+            for piece, out in self.matmul.pieces(self.operand(s, self.mlp.product, r), like=hidden[0]):
                 self.mlp.activate([h[piece] for h in hidden], out)
+        if self.norms.behind:
+            self.last_product(s, None, s.mlp_out, rows["mlp_out"])
 
     def output(self, s: Activations, out: torch.Tensor) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid and what the MLP keeps."""
+        if self.norms.behind:
+            return self.norms.add("post2", s.mlp_out, s.mid, out)
+        return self.last_product(s, s.mid, out, EVERY_ROW)
+
+    def last_product(self, s: Activations, residual: torch.Tensor | None, out: torch.Tensor,
+                     r: slice) -> torch.Tensor:
+        """Writes rows r of `out` (n, C), residual + the MLP's last product."""
         w, b = self.mlp.last_linear(self.w)
-        return row_forward(self.matmul, self.tp, s.mid, partial(self.last_operand, s), w, b, out)
+        return row_forward(self.matmul, self.tp, residual, partial(self.last_operand, s), w, b, out, r)
 
     def last_operand(self, s: Activations, r: slice) -> Operand:
         """Finds rows r of what goes into the MLP's last product, (n, tp, F/tp): kept, or made again."""
         if self.mlp.product:
-            return self.operand(s, self.mlp.product)[r]
+            return self.operand(s, self.mlp.product, r)
         return self.mlp.activated([h[r] for h in self.mlp.hidden(s)])
 
     # --- backward ---
@@ -227,8 +228,8 @@ class Block:
         dout_, q, out = attention.heads(dout, s.q, s.attn_out, like=s.lse)
         gradients = attention.backward(s, dout_, q, self.keys_of(s), out, s.lse)
         if s.pieces:
-            if attention.head_norms:  # the norm's backward wants k as it was before
-                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.operand(s, "ln1_out"), {"k": EVERY_ROW})
+            if attention.qk_norms:  # the norm's backward wants k as it was before
+                self.columns(s, {"k": (self.w.k_w, self.w.k_b)}, self.input_of_qkv, {"k": EVERY_ROW})
             gradients = [*gradients, *attention.key_gradients(s, *self.keys_of(s)[0])]
         # (n, tp, Q/tp or KV/tp)
         dqkv = [g.reshape(s.tensors[name].shape) for g, name in zip(gradients, "qkv", strict=True)]
@@ -242,7 +243,7 @@ class Block:
         """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up. It is
         written piece by piece, in ascending order, while later pieces of that tensor are still read. Its rows
         are no longer than that tensor's, so a piece lies only over pieces that are used up."""
-        for used_up in s.ln2_out, s.tensors[self.end_of_mlp]:
+        for used_up in (s.tensors[self.of_mlp[i]] for i in (0, -1)):
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)
                 return memory[:s.attn_out.numel()].view(s.attn_out.shape)
@@ -254,12 +255,13 @@ class Block:
         """Writes rows r of the gradient of mid over dy, where out = mid + mlp(ln2(mid))."""
         tp, dy, hidden = self.tp, dy[r], [h[r] for h in self.mlp.hidden(s)]
         (w, _), (dw, db) = (self.mlp.last_linear(of) for of in (self.w, self.dw))
-        message = tp.start_gather(dy)  # every rank has columns of the last matrix, and needs the rows of all
+        dout = self.norms.add_backward("post2", dy, s.mlp_out[r]) if self.norms.behind else dy
+        message = tp.start_gather(dout)  # every rank has columns of the last matrix, and needs all rows
         product = self.last_operand(s, r)
         yield
-        bias_backward(dy, db)  # own rows only: the tp ranks' sums are added up in the optimizer
+        bias_backward(dout, db)  # own rows only: the tp ranks' sums are added up in the optimizer
         d = row_backward(self.matmul, message.wait(), product, w, dw)
-        message = self.matmul.start_gather(tp, self.operand(s, "ln2_out")[r])  # beside the activation's
+        message = self.matmul.start_gather(tp, self.operand(s, self.input_of_mlp, r))  # beside the next line
         self.mlp.activate_backward(d, hidden)  # gradients take the place of `hidden`
         del product, d
         yield
@@ -273,6 +275,7 @@ class Block:
                             r: slice) -> Iterator[None]:
         """Writes rows r of the gradient of attn_out into `dout`, where mid = x + attn_out proj."""
         w, dw, dy = self.w, self.dw, dy[r]
+        dy = self.norms.add_backward("post1", dy, s.proj_out[r]) if self.norms.behind else dy
         message = self.tp.start_gather(dy)
         yield
         bias_backward(dy, dw.proj_b)
@@ -281,7 +284,7 @@ class Block:
     def queries_keys_values_backward(self, dy: torch.Tensor, s: Activations, dqkv: list[torch.Tensor],
                                      r: slice) -> Iterator[None]:
         """Writes rows r of the gradient of x, by way of mid (dy) and of q, k, v, over x."""
-        message = self.matmul.start_gather(self.tp, self.operand(s, "ln1_out")[r])
+        message = self.matmul.start_gather(self.tp, self.operand(s, self.input_of_qkv, r))
         yield
         dys, linears, gradients = [g[r] for g in dqkv], self.qkv(self.w).values(), self.qkv(self.dw).values()
         # one sum of three

@@ -30,9 +30,11 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 VOCAB = 50  # of the fixture `dataset`
 COSTS = dict(ln1_out=1, q=8, k=8, v=8, mid=8, ln2_out=1, fc1_out=32, gelu_out=2)  # of recomputing, GPT's
-LLAMA_COSTS = dict(ln1_out=1, q=8, k=4, v=4, mid=8, ln2_out=1, gate_out=24, up_out=24)
+LLAMA_COSTS = dict(ln1_out=1, q=8, k=4, v=4, proj_out=8, mid=8, ln2_out=1, gate_out=24, up_out=24, mlp_out=24)
 # a family whose widths all differ: keys and values narrower than queries, these wider than the hidden size
 LLAMA = dict(norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False)
+# norms behind attention and MLP, and of all heads together
+OLMO = LLAMA | dict(norms="behind", qk_norm=True, qk_norm_over="all")
 
 
 def gpt_layer(C, H):
@@ -42,7 +44,8 @@ def gpt_layer(C, H):
 
 def costs_of(tensors):
     """{group: cost of recomputing} of the family with these skeletal tensors."""
-    return LLAMA_COSTS if "gate_out" in tensors else COSTS
+    costs = LLAMA_COSTS if "gate_out" in tensors else COSTS
+    return {name: cost for name, cost in costs.items() if name in tensors}
 
 # --- runs of train.py ---
 

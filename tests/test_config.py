@@ -26,8 +26,8 @@ from tests.helpers import ROOT, save_header
 def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
-        qkv_bias qk_norm tie_embeddings gelu position rope_theta rope_scaling sliding_window
-        layer_types rope_local_theta
+        qkv_bias norms qk_norm qk_norm_over tie_embeddings gelu position rope_theta rope_scaling
+        sliding_window layer_types rope_local_theta
         dataset check_data allow_other_data documents pack batch_size gradient_accumulation_steps
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
@@ -118,6 +118,13 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--pp=2", "--subsequences=4", "--unit_order=layer"],
      "pp=2 goes with unit_order=subsequence only, not layer (a stage hands on what all its layers are done "
      "with); try --unit_order=subsequence"),
+    (["--qk_norm_over=all"], "qk_norm_over=all goes with qk_norm=True only; leave one of them out"),
+    (["--tensor_parallel=metp", "--norms=behind"],
+     "tensor_parallel=metp goes with norms=before only, not behind (a group of heads has a part of what is "
+     "normed); try tensor_parallel=megatron"),
+    (["--tensor_parallel=metp", "--qk_norm=true", "--qk_norm_over=all"],
+     "tensor_parallel=metp goes with qk_norm_over=head only, not all (a group of heads has a part of what is "
+     "normed); try tensor_parallel=megatron"),
     (["--mlp=swiglu", "--bias=true"],
      "bias=True goes with norm=layernorm and mlp=gelu only, not norm=layernorm and mlp=swiglu; leave it out, "
      "or give qkv_bias=True"),
@@ -512,5 +519,5 @@ def test_numbers_have_plain_digits(text):
 def test_the_weights_of_a_checkpoint_depend_on_these_keys():
     assert MODEL_KEYS == (
         "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
-        "norm", "norm_eps", "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position",
-        "rope_theta", "rope_scaling", "sliding_window", "layer_types", "rope_local_theta")
+        "norm", "norm_eps", "mlp", "bias", "qkv_bias", "norms", "qk_norm", "qk_norm_over", "tie_embeddings",
+        "gelu", "position", "rope_theta", "rope_scaling", "sliding_window", "layer_types", "rope_local_theta")

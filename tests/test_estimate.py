@@ -179,6 +179,7 @@ def test_every_byte_is_in_a_line_and_a_region():
                           dict(optimizer_device="cpu", tp=2, gradient_accumulation_steps=4, bias=True),
                           dict(optimizer_device="cpu", tp=2, dtype="bfloat16"),
                           dict(activation="recompute"), LLAMA, dict(LLAMA, tp=2, cp=2),
+                          dict(LLAMA, norms="both", qk_norm_over="all", tp=2),
                           dict(LLAMA, cp=4, context_parallel="ulysses", qk_norm=False, qkv_bias=True),
                           dict(METP, tp=2, cp=2), dict(LLAMA, tp=4, **METP),
                           dict(PARTS, activation="keep"), dict(PARTS, activation="recompute", tp=2),
@@ -241,6 +242,7 @@ NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attentio
     ("llama3_8b_1m", "--tp=1 --cp=8 --ops=torch --block_size=262144"), ("llama3_8b_1m", "--tp=1 --cp=8"),
     ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
     ("llama3_8b_1m", "--matmul=fp8 --tp=1 --cp=8"),
+    ("llama3_8b_1m", "--norms=behind --qk_norm=true --qk_norm_over=all --tp=2 --cp=4"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"), ("qwen3_8b_1m", "--tp=8 --cp=1"),
     ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768")])
 def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):

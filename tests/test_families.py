@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -76,6 +77,8 @@ MODELS = {
         rope_parameters=YARN | dict(attention_factor=1.3))),
     "qwen2, biases, tied, yarn": (Qwen2Config, dict(
         num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN)),
+    "olmo2, norms behind": (Olmo2Config, dict(
+        num_key_value_heads=2, pad_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=5e5))),
     "qwen3, norms of heads, mscale, window": (Qwen3Config, dict(
         num_key_value_heads=2, head_dim=32, use_sliding_window=True, sliding_window=20, max_window_layers=1,
         rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
@@ -130,7 +133,8 @@ def hf(tmp_path):
 # --- the same model ---
 
 @pytest.mark.parametrize("name", [
-    name if name.startswith("qwen3") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+    name if name.startswith(("qwen3", "olmo2")) else pytest.param(name, marks=pytest.mark.slow)
+    for name in MODELS])
 def test_in_and_out_again(tmp_path, name):
     kind, more = MODELS[name]
     there, out, back = (tmp_path / folder for folder in ("hf", "out", "back"))
@@ -308,11 +312,11 @@ def test_few_tensors_are_in_memory_at_once(tmp_path, monkeypatch, hf):
 
 def test_defaults_are_those_of_transformers(tmp_path):
     for kind, theirs in (("llama", LlamaConfig()), ("mistral", MistralConfig()), ("qwen2", Qwen2Config()),
-                         ("qwen3", Qwen3Config())):
+                         ("qwen3", Qwen3Config()), ("olmo2", Olmo2Config())):
         needed = {name: getattr(theirs, name) for name in LLAMA.sizes.values()} | dict(hidden_size=512)
         (tmp_path / "config.json").write_text(json.dumps(dict(model_type=kind, sliding_window=None) | needed))
         keys = model_keys(tmp_path)
-        Hkv = LlamaConfig().num_attention_heads if kind == "llama" else theirs.num_key_value_heads
+        Hkv = theirs.num_attention_heads if kind in ("llama", "olmo2") else theirs.num_key_value_heads
         assert keys["n_kv_head"] == Hkv and keys["norm_eps"] == theirs.rms_norm_eps
         assert keys["tie_embeddings"] is theirs.tie_word_embeddings
         assert keys["head_dim"] == (theirs.head_dim if kind == "qwen3" else 512 // theirs.num_attention_heads)
@@ -336,6 +340,10 @@ REAL = [  # fields as in the files of public models
     dict(model_type="qwen3", attention_bias=False, head_dim=128, hidden_act="silu", num_key_value_heads=8,
          max_window_layers=36, rope_scaling=None, rope_theta=1000000, sliding_window=None,
          use_sliding_window=False),
+    dict(model_type="olmo2", architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+         eos_token_id=100257, hidden_act="silu", initializer_range=0.02, num_key_value_heads=8,
+         pad_token_id=100277, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000,
+         tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.47.0", use_cache=False),
     dict(model_type="mistral", hidden_act="silu", num_key_value_heads=8, rms_norm_eps=1e-05,
          rope_theta=1000000.0, sliding_window=None, head_dim=128)]
 SIZES = dict(num_hidden_layers=4, num_attention_heads=32, hidden_size=4096, intermediate_size=14336,
@@ -351,7 +359,7 @@ def test_fields_of_public_models_are_known(tmp_path, config):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(model_type="mixtral"), "model_type='mixtral' must be one of gpt2, llama, mistral, qwen2, qwen3"),
+    (dict(model_type="mixtral"), f"model_type='mixtral' must be one of {', '.join(FAMILIES)};"),
     (dict(model_type=None), "model_type=None must be one of"),
     (dict(num_local_experts=8), "memo does not know num_local_experts=8, which may change the model"),
     (dict(num_experts=64), "memo does not know num_experts=64"),
@@ -459,6 +467,7 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys, change, message):
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(qkv_bias=True, qk_norm=True), "qkv_bias=True must be False for to-hf .Qwen3ForCausalLM"),
     (dict(norm="layernorm"), "norm=layernorm must be rmsnorm for to-hf"),
+    (dict(norms="behind", qk_norm=True), "qk_norm_over=head must be all for to-hf .Olmo2ForCausalLM"),
     (dict(position="learned"), "position=learned must be rope for to-hf"),
     (dict(mlp="gelu"), "position=rope must be learned for to-hf .GPT-2"),
     (dict(mlp="gelu", norm="layernorm", position="learned", n_kv_head=1), "n_kv_head=1 must be 2 for to-hf"),
@@ -505,6 +514,10 @@ CAME = {  # fields in forms in which they are published
     "qwen3": COMMON | dict(  # the length of before is max_position_embeddings
         head_dim=32, attention_bias=False, max_window_layers=2, sliding_window=None, rope_theta=1e6,
         rope_scaling=dict(rope_type="yarn", factor=4.0), torch_dtype="float32"),
+    "olmo2": COMMON | dict(
+        attention_bias=False, attention_dropout=0.0, eos_token_id=7, hidden_act="silu",
+        initializer_range=0.02, pad_token_id=8, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000,
+        tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.47.0", use_cache=False),
     "gpt2": dict(vocab_size=V, n_embd=48, n_head=4, n_layer=2, n_positions=S, n_ctx=S, n_special=0,
                  activation_function="gelu_new", predict_special_tokens=True, torch_dtype="float32")}
 FILES = {"generation_config.json": b'{"temperature": 0.6}', "tokenizer.model.v3": b"\0\1",

@@ -304,8 +304,9 @@ def test_both_ends_of_a_message_have_the_bytes_of_the_formula(family, tp):
 KEYS = dict(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, unit_order="subsequence")
 FAMILIES = {"gpt": dict(position="learned", bias=True), "llama": dict(
     norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False, qk_norm=True)}
+FAMILIES["olmo"] = FAMILIES["llama"] | dict(norms="both", qk_norm_over="all")
 CASES = [("pp2", "gpt", 2, "keep"), ("pp3", "gpt", 3, "swap"), ("pp3", "llama", 8, "memo"),
-         ("pp4", "gpt", 4, "recompute"), ("pp4", "llama", 8, "keep"), ("pp2 tp2", "llama", 8, "swap"),
+         ("pp4", "gpt", 4, "recompute"), ("pp4", "llama", 8, "keep"), ("pp2 tp2", "olmo", 8, "swap"),
          ("pp2 dp2", "gpt", 8, "keep")]
 QUICK = CASES[0], CASES[2]
 

@@ -12,7 +12,7 @@ from memo.config import layer
 from memo.kernels.attention import BACKENDS, Kernel, installed_kernel, math_backward, math_forward
 from memo.kernels.ops import TORCH, rotations
 from memo.layer.activations import Weights
-from memo.layer.attend import HeadNorms, attend, attend_backward
+from memo.layer.attend import QKNorms, attend, attend_backward
 from memo.layer.cp import attention_over_ranks
 from memo.layer.masks import CAUSAL, Mask, documents
 from memo.layer.tiles import RowOrder, one_sequence
@@ -342,7 +342,7 @@ def over_normed(host, kind):
 
         def prefix_at(at, dw=dw):
             turn = rotations(at.repeat(2), D, 100.0)[:, None]
-            return HeadNorms(TORCH, W, dw, 1e-5, turn).over(prefix, several=True)
+            return QKNorms(TORCH, W, dw, 1e-5, turn).over(prefix, several=True)
         whole, order = tensors(sum(cut), 2), order_of(cut, axis, kind)
         *want, dq_norm_w, dk_norm_w = normed_exact(*whole)
         with pytest.MonkeyPatch.context() as patch:

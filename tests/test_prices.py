@@ -24,7 +24,7 @@ from memo.system.hardware import MESSAGES, Machine, Node, Speeds
 from model import GPT
 from testing.notes import Post, noted_mesh
 from testing.ranks import pool
-from tests.helpers import CPU, LLAMA
+from tests.helpers import CPU, LLAMA, OLMO
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=4096, batch_size=2)
 FOUR = dict(subsequences=4, unit_order="layer", activation="recompute")  # keys are made again
@@ -81,6 +81,7 @@ def sent(program):
     dict(tp=2, device="cpu", block_size=1024), dict(tp=2, matmul="fp8"), dict(tp=4, activation="recompute"),
     dict(cp=4), ULYSSES | dict(tp=2, cp=2), LLAMA | ULYSSES | dict(cp=4), FOUR | dict(tp=2, cp=2),
     FOUR | LLAMA | ULYSSES | dict(cp=4), FOUR | dict(tp=2, matmul="fp8", qk_norm=True),
+    FOUR | OLMO | dict(tp=2, cp=2), OLMO | dict(tp=2, matmul="fp8", head_dim=16, n_inner=128),
     METP | dict(tp=2, bias=True), METP | LLAMA | dict(tp=4, qkv_bias=True),
     METP | dict(tp=2, cp=2, activation="recompute"),
     METP | dict(tp=2, matmul="fp8", bias=True, activation="recompute"), METP | FOUR | dict(tp=2, cp=2),

@@ -29,7 +29,16 @@ from memo.states.passes import Model
 from model import GPT
 from testing.notes import noted_mesh
 from testing.turns import RACES, WAITS, Racing, kind_of
-from tests.helpers import LLAMA, costs_of, error, gpt_layer, perturbed_weights, random_batch, resident_bytes
+from tests.helpers import (
+    LLAMA,
+    OLMO,
+    costs_of,
+    error,
+    gpt_layer,
+    perturbed_weights,
+    random_batch,
+    resident_bytes,
+)
 
 CPU = torch.device("cpu")
 MODEL = dict(n_layer=5, n_head=1, n_embd=32, vocab_size=64)
@@ -120,7 +129,8 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
-    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True),
+    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True), OLMO | dict(n_head=4),
+    LLAMA | dict(n_head=4, norms="both", matmul="fp8"),
     dict(bias=True, matmul="fp8"), LLAMA | dict(n_head=4, matmul="fp8")], ids=str)
 def test_other_families_alike(keys):
     keep = trained(8, 256, torch.float32, 2, activation="keep", **keys)
@@ -155,7 +165,8 @@ FATES = [dict(activation="recompute"), dict(activation="swap"), HALF, HALF | dic
 @pytest.mark.slow
 @pytest.mark.parametrize("order, S, keys, fates", [  # own rows of a unit: 512, and with S = 313 others
     ("layer", 256, dict(n_head=4), FATES), ("subsequence", 313, LLAMA | dict(n_head=4), FATES),
-    ("layer", 313, LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True), FATES[::2])], ids=str)
+    ("layer", 313, LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True), FATES[::2]),
+    ("layer", 313, OLMO | dict(n_head=4, norms="both"), FATES[1::3])], ids=str)
 def test_every_fate_of_several_subsequences_alike(order, S, keys, fates):
     one = trained(8, S, torch.float32, 1, n_layer=3, activation="keep", **keys)
     keys = keys | dict(n_layer=3, subsequences=4, subsequence_cut="equal" if S == 256 else "flops",

@@ -51,6 +51,8 @@ def broken_rules(cfg: Settings) -> Iterator[str]:
                f"mlp={cfg.mlp}; leave it out, or give qkv_bias=True")
     if cfg.gelu != "exact" and cfg.mlp != "gelu":
         yield f"gelu={cfg.gelu} goes with mlp=gelu only; leave one of them out"
+    if cfg.qk_norm_over != "head" and not cfg.qk_norm:
+        yield f"qk_norm_over={cfg.qk_norm_over} goes with qk_norm=True only; leave one of them out"
     scaling = parse_scaling(cfg.rope_scaling)
     if scaling.get("rope_type") == "yarn" and cfg.rope_theta == 1:
         yield ("rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally fast); raise it, "
@@ -226,6 +228,10 @@ def broken_by_metp(cfg: Settings) -> Iterator[str]:
     """Checks that groups have equally many heads, of one tp rank, that share heads of keys evenly."""
     H, Hkv, tp, G = cfg.n_head, cfg.kv_heads, cfg.tp, cfg.head_groups
     columns = Hkv * cfg.head_width
+    for name, only in dict(norms="before", qk_norm_over="head").items():
+        if getattr(cfg, name) != only:
+            yield (f"tensor_parallel=metp goes with {name}={only} only, not {getattr(cfg, name)} (a group of "
+                   "heads has a part of what is normed); try tensor_parallel=megatron")
     if cfg.context_parallel == "ulysses" and cfg.cp * tp > 1:
         yield ("tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its keys and values "
                "go round all ranks that share a sequence); try context_parallel=ring")

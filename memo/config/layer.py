@@ -42,8 +42,9 @@ class Parameter:
 @dataclass(frozen=True)
 class Operation:
     """Describes what makes a skeletal tensor, or the layer's output. `kind`: norm; column (x w^T, each tp
-    rank has some columns of the result); row (residual + x w^T, each tp rank has a part of the sum);
-    activation. `reads`: what goes in, `takes` and `gives`: elements a token that go in and come out.
+    rank has some columns of the result); row (x w^T, each tp rank has a part of the sum; + residual, unless
+    behind follows); behind (residual + norm(x)); activation. `reads`: what goes in, `takes` and `gives`:
+    elements a token that go in and come out.
     `rotary`: positions are rotated in. `gated`: silu(first) * second goes in, made in each pass."""
 
     kind: str
@@ -106,8 +107,13 @@ class Layer:
         return tuple(t.made_by for t in self.skeletal if t.name in KEYS_VALUES and not t.group and t.made_by)
 
     @property
-    def head_norms(self) -> bool:
-        """Says whether q and k are normed head by head, each time that attention takes them."""
+    def inputs(self) -> tuple[str, ...]:
+        """Names the tensors that go into q, k, v, and into the MLP's first products."""
+        return tuple(dict.fromkeys(op.reads for op in self.operations if op.kind == "column"))
+
+    @property
+    def qk_norms(self) -> bool:
+        """Says whether q and k are normed, each time that attention takes them."""
         return "q_norm_w" in self.parameters
 
     @cached_property
@@ -129,7 +135,7 @@ class Layer:
 # --- the families ---
 
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
-                       qk_norm: bool) -> dict[str, Parameter]:
+                       qk_norm: str, norms: list[str]) -> dict[str, Parameter]:
     """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
     qkv = {"q": Q, "k": KV, "v": KV}
     first, last = (["fc1"], "fc2") if mlp == "gelu" else (["gate", "up"], "down")
@@ -139,20 +145,25 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
     parameters[f"{last}_w"] = Parameter((C, F), 1, "residual")
     if bias or qkv_bias:
         parameters |= {f"{name}_b": Parameter((n,), 0, "zeros") for name, n in qkv.items()}
+    if qk_norm == "all":
+        parameters |= {f"{name}_norm_w": Parameter((qkv[name],), 0, "ones") for name in "qk"}
     if bias:
         parameters["fc1_b"] = Parameter((F,), 0, "zeros")
-        parameters |= {f"{name}_b": Parameter((C,), init="zeros") for name in ("proj", "fc2", "ln1", "ln2")}
-    parameters |= {name: Parameter((C,), init="ones") for name in ("ln1_w", "ln2_w")}
-    if qk_norm:  # over the D elements of each head, the same for all heads
-        parameters |= {name: Parameter((D,), init="ones") for name in ("q_norm_w", "k_norm_w")}
+        parameters |= {f"{name}_b": Parameter((C,), init="zeros") for name in ("proj", "fc2", *norms)}
+    parameters |= {f"{name}_w": Parameter((C,), init="ones") for name in norms}
+    if qk_norm == "head":  # over the D elements of each head, the same for all heads
+        parameters |= {f"{name}_norm_w": Parameter((D,), init="ones") for name in "qk"}
     return parameters
 
 
 @cache  # a search asks for the same one thousands of times
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
-                  bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, rope: bool = False,
-                  metp: bool = False, subsequences: bool = False, fp8: bool = False) -> Layer:
+                  bias: bool = False, qkv_bias: bool = False, qk_norm: str = "", rope: bool = False,
+                  metp: bool = False, subsequences: bool = False, fp8: bool = False,
+                  norms: str = "before") -> Layer:
     """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
+    norms=behind: mid = x + norm(attention(x)), and so on; both: x + norm(attention(norm x)). What a norm
+    behind takes is kept. qk_norm: of q and k, over each "head", or "all" heads.
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
     metp: only `mid` is kept of what is made from matrices that travel, and travel again in the backward.
@@ -160,6 +171,8 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
     Q, KV = H * D, Hkv * D
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
+    front, behind = norms != "behind", norms != "before"
+    into = ("ln1_out", "ln2_out") if front else (INPUT, "mid")
 
     def product_input(name: str, width: int, made_by: Operation, split: bool = False) -> list[Skeletal]:
         scale = Skeletal(f"{name}_scale", split=split, group=name)
@@ -172,30 +185,40 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
 
     def columns(name: str, reads: str, gives: int, rotary: bool = False) -> Skeletal:
         return Skeletal(name, gives, True, group=name, made_by=Operation("column", reads, C, gives, rotary))
-    turned = rope and not qk_norm  # with norms per head q and k are kept as they were before these
+
+    def branch(name: str, product: Operation) -> tuple[list[Skeletal], Operation]:
+        # what attention or the MLP adds to the stream: what is kept of it, and what makes the sum
+        if not behind:
+            return [], product
+        return [Skeletal(name, C, group=name, made_by=product)], Operation("behind", name, C, C)
+    turned = rope and not qk_norm  # with norms q and k are kept as they were before these
     if mlp == "gelu":
-        hidden = [columns("fc1_out", "ln2_out", F),
+        hidden = [columns("fc1_out", into[1], F),
                   *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True)]
         output = Operation("row", "gelu_out", F, C)
     else:
-        hidden = [columns(name, "ln2_out", F) for name in ("gate_out", "up_out")]
+        hidden = [columns(name, into[1], F) for name in ("gate_out", "up_out")]
         output = Operation("row", "gate_out up_out", F, C, gated=True)
+    attended, make_mid = branch("proj_out", Operation("row", ATTENTION, Q, C))
+    computed, output = branch("mlp_out", output)
     skeletal = (
         Skeletal(INPUT, C),
         Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
         Skeletal("lse", split=True, per_head=True),
-        *normed(1, INPUT),
-        columns("q", "ln1_out", Q, turned), columns("k", "ln1_out", KV, turned), columns("v", "ln1_out", KV),
-        Skeletal("mid", C, group="mid", made_by=Operation("row", ATTENTION, Q, C)),  # x + attention's branch
-        *normed(2, "mid"),
-        *hidden)
+        *(normed(1, INPUT) if front else ()),
+        columns("q", into[0], Q, turned), columns("k", into[0], KV, turned), columns("v", into[0], KV),
+        *attended,
+        Skeletal("mid", C, group="mid", made_by=make_mid),  # x + attention's branch
+        *(normed(2, "mid") if front else ()),
+        *hidden, *computed)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
         kept = INPUT, ATTENTION, "lse", "mid", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
-    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm)
+    places = [*["ln1", "ln2"] * front, *["post1", "post2"] * behind]
+    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm, places)
     return Layer(parameters, skeletal, operations, H, Hkv, D)
 
 
@@ -203,8 +226,8 @@ def layer_of(cfg: Settings, kind: Kind | None = None) -> Layer:
     """Describes a layer, of `kind` where it matters whether that rotates positions in."""
     rope = kind.rope is not None if kind else cfg.position == "rope"
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
-                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm, rope, cfg.metp,
-                         cfg.n_subsequences > 1, cfg.matmul == "fp8")
+                         cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm_over * cfg.qk_norm, rope, cfg.metp,
+                         cfg.n_subsequences > 1, cfg.matmul == "fp8", cfg.norms)
 
 
 # --- the shape of a run ---

@@ -68,7 +68,12 @@ class Settings:
     mlp: str = key("gelu", "fc2 gelu(fc1 x), or down (silu(gate x) * up x)", choices=("gelu", "swiglu"))
     bias: bool = key(False, "biases in the linears and norms")
     qkv_bias: bool = key(False, "biases of q, k and v")
-    qk_norm: bool = key(False, "an RMSNorm of each head's q and k before positions are rotated in")
+    norms: str = key("before", "where norms are: before attention and MLP, behind what they give (x + "
+                     "norm(attention(x)), as in Olmo 2), or both (Gemma 3)",
+                     choices=("before", "behind", "both"))
+    qk_norm: bool = key(False, "an RMSNorm of q and k before positions are rotated in")
+    qk_norm_over: str = key("head", "what it is over: each head, or as in Olmo 2 all heads together",
+                            choices=("head", "all"))
     tie_embeddings: bool = key(True, "the head's matrix is the embedding's")
     gelu: str = key("exact", "form of the GELU; GPT-2 has tanh", choices=("exact", "tanh"))
     position: str = key("rope", "rotary, or learned as in GPT-2", choices=("rope", "learned"))

@@ -27,10 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 # of shortest(), what the memory requests of a step depend on
 REQUEST_KEYS = ("n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner", "norm",
-                "mlp", "bias", "qkv_bias", "qk_norm", "tie_embeddings", "gelu", "position", "batch_size",
-                "tp", "tensor_parallel", "head_groups", "cp", "context_parallel", "dtype", "solver",
-                "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents", "sliding_window",
-                "layer_types")
+                "norms", "mlp", "bias", "qkv_bias", "qk_norm", "qk_norm_over", "tie_embeddings", "gelu",
+                "position", "batch_size", "tp", "tensor_parallel", "head_groups", "cp", "context_parallel",
+                "dtype", "solver", "deterministic", "ops", "matmul", "n_layer", "pp", "stage", "documents",
+                "sliding_window", "layer_types")
 # and with several subsequences; activation, for keys may be made again
 SEVERAL_KEYS = (*SUBSEQUENCE_KEYS, "activation")
 
@@ -266,7 +266,9 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
             kernel += rows * min(T, rows + cfg.window) * MASK_BYTES + int((1 + f) * group + 2 * f * kv)
     if name == "math":
         kernel = MATH_SCORE_BYTES * B * H * T * T
-    if cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
+    if cfg.qk_norm_over == "all":  # of all heads at once
+        kernel += (group + kv) * own_heads // heads
+    elif cfg.qk_norm:  # q and k normed, and copies of them where others lie between the heads of a group
         kernel += (1 + several) * (group + kv)
     if cfg.documents:  # a part's gradients beside those of all, alone or by Ulysses; on a CPU dout again
         kernel += (group + 2 * kv) * (cfg.subsequences == 1 and (cp == 1 or ulysses)) + group * machine.cpu

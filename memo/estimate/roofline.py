@@ -166,12 +166,18 @@ class Unit:
         return Cost(self.speeds.seconds("copy", elements * self.itemsize, elements * self.itemsize))
 
     def head_norms(self, way: str) -> list[Cost]:
-        """Costs norming q and k head by head and rotating them, or their gradients back."""
-        if not self.layer.head_norms:
+        """Costs norming q and k and rotating them, or their gradients back."""
+        if not self.layer.qk_norms:
             return []
         width = self.Q + self.KV * self.groups_a_key
         return [self.kernel_pass(f"rms norm {way}", width),
                 *[self.kernel_pass("rotary", width)] * (self.kind.rope is not None)]
+
+    def sums_of_norms(self, times: int) -> list[Cost]:
+        """Costs sums over the ranks of tp of a number a row, in norms of all heads together."""
+        nbytes = 4 * self.rows * (self.tp - 1) / self.tp
+        one_s = sum(self.machine.message_s(op, nbytes, self.tp) for op in ("scatter", "gather"))
+        return [Cost(times * one_s, MESSAGES)] * (self.cfg.qk_norm_over == "all" and self.tp > 1)
 
     def late(self, message_s: float, beside_s: float, hidden: float | None = None, first_s: float = 0.0,
              times: int = 1) -> Cost:
@@ -226,8 +232,9 @@ def attention(u: Unit, met: Met) -> tuple[list[Cost], list[Cost]]:
     forward, backward = ([*own, *earlier, *more]
                          for (own, earlier), more in zip(kernels, beside, strict=True))
     norms, moved = u.head_norms("forward"), [u.copy(2 * (u.Q + 2 * u.KV))] * (u.at_once < u.heads_made)
-    return ([*forward, u.copy(2 * u.Q), *norms],
-            [*backward, *moved, *norms, *u.head_norms("backward")])
+    normed = 1 if u.several else 2  # keys of several subsequences are normed where they are made
+    return ([*forward, u.copy(2 * u.Q), *norms, *u.sums_of_norms(normed)],
+            [*backward, *moved, *norms, *u.head_norms("backward"), *u.sums_of_norms(2 * normed)])
 
 
 # --- a ring ---

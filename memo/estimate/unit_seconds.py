@@ -105,6 +105,8 @@ class Block(Unit):
         """Costs an operation of the forward on all rows, with its part of the message of its input."""
         if op.kind == "norm":
             return [self.norm("forward")]
+        if op.kind == "behind":
+            return [self.norm("forward"), self.copy(3 * op.gives)]
         if op.kind == "activation":
             return [self.elementwise("gelu forward", op.takes + op.gives)]
         ops, costs = self.together(op), [self.product(op), *self.rounding(op, "forward")]
@@ -134,6 +136,8 @@ class Block(Unit):
         for op in self.layer.operations:
             if op.kind == "norm":
                 costs.append(self.norm("backward"))
+            elif op.kind == "behind":  # whose statistics are made again
+                costs += [self.norm("forward"), self.norm("backward")]
             elif op.kind == "activation":
                 costs.append(self.elementwise("gelu backward", 2 * op.gives + op.takes))
             else:
@@ -159,9 +163,11 @@ class UnitSeconds(UnitRates):
         backward = u.backward(self.attend, attend_backward)
         if u.several:
             copied = u.copy(2 * u.C)  # the input between the stream and the unit, and dx back
-            forward += [copied, *dealing(u)]
-            backward += [copied, *(u.keys_again("k") if u.layer.head_norms else ())]  # as before their norms
-            sweep = [u.norm("forward"), *u.keys_again("kv"), *dealing(u)]
+            keys = [*dealing(u), *u.sums_of_norms(1)]
+            forward += [copied, *keys]
+            before_norms = [*u.keys_again("k"), *u.sums_of_norms(2)]
+            backward += [copied, *(before_norms if u.layer.qk_norms else ())]
+            sweep = [*[u.norm("forward")] * (u.cfg.norms != "behind"), *u.keys_again("kv"), *keys]
         self.forward_s, self.backward_s, self.sweep_s = map(total, (forward, backward, sweep))
         self.attention_kernels_s, self.messages_s = (total(forward + backward, part)
                                                      for part in (KERNELS, MESSAGES))

@@ -85,8 +85,8 @@ LLAMA = Family(
                n_inner="intermediate_size", block_size="max_position_embeddings", vocab_size="vocab_size"),
     only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
               partial_rotary_factor=(1.0,), rope_interleaved=(False,), use_mrope=(False,)),
-    keys=dict(norm="rmsnorm", mlp="swiglu", bias=False, position="rope", qkv_bias=False, qk_norm=False,
-              rope_local_theta=0.0),
+    keys=dict(norm="rmsnorm", norms="before", mlp="swiglu", bias=False, position="rope", qkv_bias=False,
+              qk_norm=False, qk_norm_over="head", rope_local_theta=0.0),
     norm_eps=("rms_norm_eps", 1e-6))
 
 FAMILIES = {
@@ -98,7 +98,11 @@ FAMILIES = {
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
                      defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096)),
     "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True,
-                       defaults=dict(num_key_value_heads=4))}
+                       defaults=dict(num_key_value_heads=4)),
+    "olmo2": replace(LLAMA, architecture="Olmo2ForCausalLM", norm_eps=("rms_norm_eps", 1e-5),
+                     names=LLAMA.names | dict(post1="post_attention_layernorm",
+                                              post2="post_feedforward_layernorm"),
+                     keys=LLAMA.keys | dict(norms="behind", qk_norm=True, qk_norm_over="all"))}
 
 
 # --- config.json -> memo's keys ---
@@ -222,11 +226,12 @@ def family_of(cfg: Config) -> str:
     """Finds the model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
     if cfg.mlp == "gelu":
         kind, like = "gpt2", "GPT-2"
-        wanted = dict(position="learned", norm="layernorm", qk_norm=False, kv_heads=cfg.n_head,
-                      head_width=cfg.n_embd // cfg.n_head, window=0)
+        wanted = dict(position="learned", norm="layernorm", norms="before", qk_norm=False,
+                      kv_heads=cfg.n_head, head_width=cfg.n_embd // cfg.n_head, window=0)
     else:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
-        kind = ("qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "smollm3" if cfg.layer_types
+        kind = ("olmo2" if cfg.norms == "behind" else "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
+                else "smollm3" if cfg.layer_types
                 else "llama" if cfg.n_embd % cfg.n_head == 0 and not cfg.sliding_window else "mistral")
         like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
@@ -258,7 +263,7 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
                    head_dim=cfg.head_width, hidden_act="silu", attention_dropout=0.0,
                    rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
                    rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
-    if kind in ("llama", "qwen3", "smollm3"):
+    if kind in ("llama", "qwen3", "smollm3", "olmo2"):
         config["attention_bias"] = False
     config |= dict(mlp_bias=False) if kind in ("llama", "smollm3") else {}
     return config | kind_fields(cfg, kind)

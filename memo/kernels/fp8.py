@@ -106,6 +106,10 @@ def gradients(dy: torch.Tensor) -> Scaled:
 
 # what is kept of an input is what the products take of it
 
+def kept(x: torch.Tensor, scale: torch.Tensor | None) -> Scaled:
+    return rows(x) if scale is None else Scaled(x, scale)
+
+
 def pieces(kept: Scaled, like: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     parts = cut(0, len(like), ranks=math.prod(like.shape[1:-1]))
     memory = torch.empty_like(like[:max(r.stop - r.start for r in parts)])  # of one piece at a time

@@ -21,7 +21,7 @@ Matmul = namedtuple("Matmul", "name kept pieces start_gather rows gradients plac
 Matmul.__doc__ = """How a linear y = x w^T is computed:
 
     rows(x), gradients(dy): what products take of an input, and of a result's gradient; each row by itself
-    kept(x, scale): an input as a layer keeps it, from the skeletal tensor x and its scale
+    kept(x, scale): an input as a layer keeps it, from the skeletal tensor x and its scale, if it has one
     pieces(kept, like): yields (r, where to write rows r of the input, as `like` is), piece by piece
     start_gather(axis, x): Works of what products take of an input (tp, n, I), from that of own rows (n, I)
     place(x, dy): memory for the gradient of x, which nobody reads any more: its own, or new, as dy
@@ -92,7 +92,7 @@ def as_one(dys: Sequence[torch.Tensor], ws: Sequence[torch.Tensor]) -> tuple[tor
 
 RUN = Matmul("bf16", itself, pieces, Axis.start_gather, itself, itself, itself, lambda axis, parts: parts,
              itself, itself, forward, input_gradient, weight_gradient, as_one)
-FP8 = Matmul("fp8", fp8.Scaled, fp8.pieces, fp8.start_gather, fp8.rows, fp8.gradients, fp8.place,
+FP8 = Matmul("fp8", fp8.kept, fp8.pieces, fp8.start_gather, fp8.rows, fp8.gradients, fp8.place,
              fp8.matrices, fp8.carried, fp8.arrived, fp8.forward, fp8.input_gradient, fp8.weight_gradient,
              fp8.as_one)
 MATMULS = {"bf16": RUN, "fp8": FP8}  # by cfg.matmul

@@ -34,6 +34,15 @@ def chunks(first: torch.Tensor, *others: torch.Tensor | None, ranks: int = 1, mo
         yield [t if t is None else t[r] for t in (first, *others)]
 
 
+def stretches(n: int, rows: dict[str, slice]) -> list[tuple[int, int, list[str]]]:
+    """Cuts n rows at the ends of {name: slice}: lists [(first, end, names that have these rows)]."""
+    bounds = {name: r.indices(n)[:2] for name, r in rows.items()}
+    edges = sorted({edge for bound in bounds.values() for edge in bound})
+    named = [(first, end, [name for name, (start, stop) in bounds.items() if start <= first and end <= stop])
+             for first, end in pairwise(edges)]
+    return [stretch for stretch in named if stretch[2]]
+
+
 def own_ids(axis: Axis, ids: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts ids from the first of this rank's V -> (ids, mask of its own); others become any of its own."""
     ids = ids - axis.rank * V

@@ -13,7 +13,8 @@ that some heads of queries read. Shapes as in memo/kernels/attention.py.
 
 Norms of q and k, head by head (Qwen 3), stand in front of attention: the layer keeps q and k as they were
 before. A group of heads is normed and rotated right before attention takes it, and again before its backward:
-normed tensors are short, and none is copied to the host.
+normed tensors are short, and none is copied to the host. A norm of all heads together (Olmo 2) does so with
+all of them at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +29,19 @@ from memo.config.config import Config
 from memo.config.layer import heads_at_once, layer_of
 from memo.kernels.attention import Gradients, Result
 from memo.kernels.ops import Ops
+from memo.kernels.rows import chunks
 from memo.layer.activations import Activations, Pieces, Weights
 from memo.layer.masks import EVERYTHING
 from memo.layer.tiles import Meeting
 from memo.parallel.mesh import Mesh
 from memo.parallel.visits import Coming
+from memo.system.axis import Axis
 
 Meanwhile = Callable[[int, int], None]  # called between the blocks of a ring: see layer/cp.py
 Ring = tuple[Coming, Meanwhile]  # what start_keys() gives, and that
 Pair = tuple[torch.Tensor, torch.Tensor]
 Kept = tuple[torch.Tensor, torch.Tensor]  # x and rstd, for the backward of a norm
+SUMMED_ROWS = 2**12  # at once, of a sum over a row in fp32
 
 
 def itself(k: torch.Tensor, v: torch.Tensor) -> Pair:
@@ -57,7 +61,7 @@ class Attention(NamedTuple):
     to_pieces(k, v): the rank's own (B, T, Hkv, D) -> as pieces of several subsequences hold them
     from_pieces(dk, dv, k, v)
         -> k, v, over which it writes the gradients of the rank's own: any memory of their shape and dtype;
-        with norms per head (HeadNorms) `k` comes as to_pieces got it
+        with norms per head (QKNorms) `k` comes as to_pieces got it
     start(k, v): sends these off before forward or backward, which get the other ranks' as `coming`
 
     `ranks`: among so many the heads are dealt in the pieces; `heads`: it takes multiples of so many. `name`,
@@ -124,7 +128,7 @@ def ends(groups: list[tuple[slice, slice]], h: slice, ring: Ring | None) -> dict
 
 
 def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, out: torch.Tensor, lse: torch.Tensor,
-           ring: Ring | None = None) -> None:
+           ring: Ring | None = None) -> Result:
     """Writes the attention of q to the pieces into out (B, T, H, D) and lse (B, H, T)."""
     groups, ranks = groups_of(attention, q.shape, pieces), attention.ranks
     for h, kv in groups:
@@ -135,6 +139,7 @@ def attend(attention: Attention, q: torch.Tensor, pieces: Pieces, out: torch.Ten
         if not where:
             place.copy_(out_.view(place.shape))
         del out_  # before the next group's
+    return out, lse
 
 
 def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, pieces: Pieces, sums: Pieces,
@@ -162,6 +167,12 @@ def attend_backward(attention: Attention, dout: torch.Tensor, q: torch.Tensor, p
             rounded(dkv[0], dkv[1], *of_heads(pieces, kv)[0])
         del dkv
     return [q] if sums else [q, *pieces[0]]
+
+
+def by_groups(attention: Attention) -> Attention:
+    """Makes attention of all heads, whose forward and backward are attend() and attend_backward()."""
+    return attention._replace(forward=partial(attend, attention),
+                              backward=partial(attend_backward, attention))
 
 
 # --- slices of queries, where stages compute for each other ---
@@ -205,20 +216,26 @@ def in_slices(attention: Attention, meetings: Sequence[Meeting]) -> Attention:
 # --- of a layer ---
 
 @dataclass(frozen=True)
-class HeadNorms:
-    """Norms each head of `q` or `k` (RMSNorm over D), and rotates it by `turn`. `w`, `dw`: of a layer."""
+class QKNorms:
+    """Norms each head of `q` or `k` (RMSNorm over D), or all heads together, which the ranks of `sharing`
+    share out, and rotates it by `turn`. `w`, `dw`: of a layer."""
 
     ops: Ops
     w: Weights
     dw: Weights
     eps: float
     turn: torch.Tensor | None
+    sharing: Axis | None = None
 
     def forward(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Norms q or k. (B, T, h, D) -> the same, new."""
-        rows = x.reshape(-1, x.shape[-1])  # a copy where the heads are some of several
+        w = self.w[f"{name}_norm_w"]
+        rows = x.reshape(-1, len(w))  # a copy where the heads are some of several
         out, rstd = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        self.ops.norm_forward(rows, self.w[f"{name}_norm_w"], None, out, None, rstd, self.eps)
+        self.ops.norm_forward(rows, w, None, out, None, rstd, self.eps)
+        if self.sharing and self.sharing.size > 1:
+            own, rstd = rstd, self.mean(rstd**-2).rsqrt_()
+            out.mul_((rstd / own)[:, None])
         out = out.view(x.shape)
         self.rotate(out, back=False)
         return out, (rows, rstd)
@@ -230,8 +247,22 @@ class HeadNorms:
         self.rotate(dy, back=True)
         w, dw = (of[f"{name}_norm_w"] for of in (self.w, self.dw))
         flat = dy.view(rows.shape)
-        self.ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
+        if self.sharing and self.sharing.size > 1:
+            # dx = r (g - xhat mean(g xhat)), g = dy w, xhat = x r; norm_backward() has the own heads' mean
+            own = torch.empty_like(rstd)
+            for dy_, x_, own_ in chunks(flat, rows, own, most=SUMMED_ROWS, cached=True):
+                torch.mean((dy_.float() * x_).mul_(w), 1, out=own_)
+            more = own.sub_(self.mean(own.clone())).mul_(rstd**3)
+            self.ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
+            flat.addcmul_(rows, more.to(flat.dtype)[:, None])
+        else:
+            self.ops.norm_backward(None, flat, rows, None, rstd, w, None, dw, None, out=flat)
         return dy
+
+    def mean(self, own: torch.Tensor) -> torch.Tensor:
+        """Averages a number of each row over the ranks, in place."""
+        assert self.sharing
+        return self.sharing.sum(own).div_(self.sharing.size)
 
     def rotate(self, x: torch.Tensor, back: bool) -> None:
         """Rotates in place, (B, T, h, D) by (n, tp, D/2), where B T = n tp."""
@@ -288,10 +319,11 @@ class LayerAttention:
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
         self.w, self.dw, self.ops, self.eps = w, dw, ops, cfg.norm_eps
+        self.sharing = mesh.weights if cfg.qk_norm_over == "all" else None  # in a norm of all heads
         (self.whole, self.pieces), layer = attention, layer_of(cfg)
         self.head_dim = layer.head_dim
         self.kv_heads = layer.kv_heads // (1 if cfg.metp else mesh.weights.size)
-        self.head_norms = layer.head_norms
+        self.qk_norms = layer.qk_norms
 
     def heads(self, *rows: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Views (n, tp, width/tp) as (B, T, heads, D); `like` is the (B, H/tp, T) logsumexp."""
@@ -299,22 +331,27 @@ class LayerAttention:
 
     def rotate(self, x: torch.Tensor, s: Activations, rows: slice = EVERYTHING, back: bool = False) -> None:
         """Rotates those rows of q or k, (n, tp, width/tp), in place; norms per head come before that."""
-        if s.turn is not None and not self.head_norms:
+        if s.turn is not None and not self.qk_norms:
             self.ops.rotary(x, s.turn[rows], back)
 
-    def norms(self, s: Activations) -> HeadNorms:
-        return HeadNorms(self.ops, self.w, self.dw, self.eps, s.turn)
+    def norms(self, s: Activations) -> QKNorms:
+        return QKNorms(self.ops, self.w, self.dw, self.eps, s.turn, self.sharing)
 
     def over(self, s: Activations) -> Attention:
-        """Chooses the Attention to the whole sequence or to `s.pieces`, with norms per head in front."""
+        """Chooses the Attention to the whole sequence or to `s.pieces`, by groups of heads. Norms are in
+        front: of each head inside a group, of all heads before there are groups."""
         attention = in_slices(self.pieces if s.pieces else self.whole, s.meetings)
-        return self.norms(s).over(attention, bool(s.pieces)) if self.head_norms else attention
+        if not self.qk_norms:
+            return by_groups(attention)
+        norms, several = self.norms(s), bool(s.pieces)
+        return (by_groups(norms.over(attention, several)) if self.sharing is None
+                else norms.over(by_groups(attention), several))
 
     def keys_apart(self, s: Activations) -> bool:
         """Says whether the unit's own piece lacks keys and values as the layer makes them: so it does where
         they change on their way there, and where other stages compute later rows of several sequences, whose
         keys lie between."""
-        return self.head_norms or self.pieces.ranks > 1 or not s.pieces[-1][0].is_contiguous()
+        return self.qk_norms or self.pieces.ranks > 1 or not s.pieces[-1][0].is_contiguous()
 
     def put_keys(self, s: Activations, k: torch.Tensor, v: torch.Tensor, kv: slice = EVERYTHING) -> None:
         """Writes the layer's k and v into the unit's own piece."""
@@ -325,13 +362,13 @@ class LayerAttention:
     def forward(self, s: Activations, q: torch.Tensor, keys: Pieces, out: torch.Tensor, lse: torch.Tensor,
                 kv: slice = EVERYTHING, ring: Ring | None = None) -> None:
         """Writes into out and lse the attention of q to the pieces, else to `keys` [(k, v)]: see attend()."""
-        attend(self.over(s), q, of_heads(s.pieces, kv) or keys, out, lse, ring)
+        self.over(s).forward(q, of_heads(s.pieces, kv) or keys, out, lse, ring)
 
     def backward(self, s: Activations, dout: torch.Tensor, q: torch.Tensor, keys: Pieces, out: torch.Tensor,
                  lse: torch.Tensor, kv: slice = EVERYTHING, ring: Ring | None = None) -> Gradients:
         """Computes dq, dk, dv of forward(). With pieces dq alone: the others are added to `s.sums`."""
-        return attend_backward(self.over(s), dout, q, of_heads(s.pieces, kv) or keys,
-                               of_heads(s.sums, kv), out, lse, ring)
+        return self.over(s).backward(dout, q, of_heads(s.pieces, kv) or keys, of_heads(s.sums, kv), out, lse,
+                                     ring)
 
     def key_gradients(self, s: Activations, k: torch.Tensor, v: torch.Tensor,
                       kv: slice = EVERYTHING) -> Gradients:

@@ -79,21 +79,28 @@ def column_backward(matmul: Matmul, axis: Axis, dys: Sequence[torch.Tensor], x: 
 
 # row-parallel: y = residual + x w^T + b, where each rank has some of x's columns
 
-def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor, x: Callable[[slice], Operand],
-                w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Computes (n, C) from residual (n, C), x (n, tp, I/tp), w (C, I/tp). `x`: gives rows r as x(r)."""
+def row_forward(matmul: Matmul, axis: Axis, residual: torch.Tensor | None, x: Callable[[slice], Operand],
+                w: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor,
+                rows: slice = slice(None)) -> torch.Tensor:
+    """Computes `rows` of `out` (n, C) from residual (n, C) or None, x (n, tp, I/tp), w (C, I/tp). `x`: gives
+    rows r as x(r)."""
     def piece(r: slice) -> Iterator[None]:
         x_ = matmul.rows(x(r).transpose(0, 1))
         if axis.size == 1:
-            matmul.forward(x_, w, out[r][None], residual[r][None])
+            matmul.forward(x_, w, out[r][None], None if residual is None else residual[r][None])
         else:
             partial_sums = out.new_empty(axis.size, *out[r].shape)
             total = axis.start_scatter_sum(matmul.forward(x_, w, partial_sums))
             del x_, partial_sums  # the message has the sums, until it is through
             yield
-            torch.add(residual[r], total.wait(), out=out[r])
-    in_turns(axis, out.device, 0, len(out), piece)
-    return out if b is None else out.add_(b)
+            if residual is None:
+                out[r].copy_(total.wait())
+            else:
+                torch.add(residual[r], total.wait(), out=out[r])
+    in_turns(axis, out.device, *rows.indices(len(out))[:2], piece)
+    if b is not None:
+        out[rows].add_(b)
+    return out
 
 
 # (tp, n, C) -> dx (n, tp, I/tp), over `out`, by default matmul.place() of x

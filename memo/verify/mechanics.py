@@ -259,6 +259,9 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
     # keys go to each group of heads that reads them; of several subsequences they stay, or go once
     groups, ranks = max(1, cfg.n_head // cfg.kv_heads // heads) if N == 1 else 1, cfg.token_ranks
     found, in_layers = dict[str, float](), 10 * x  # 4 messages of x in a layer's forward, 6 in its backward
+    # a backward makes keys again as they were before a norm; a norm of all heads sums a number a row, of q
+    # and of k, once forward, twice backward
+    in_layers += x * (cfg.qk_norm and N > 1) + 6 * 2 * 4 * rows * (cfg.qk_norm_over == "all")
     if cfg.metp and tp > 1:  # matrices come in both passes, and their gradients go back
         sent = dict(tp=0, hops=0)
         for name, elements in split.items():

@@ -105,12 +105,15 @@ class ReferenceLayer(nn.Module):
         super().__init__()
         C, D, inner = cfg.n_embd, cfg.head_width, cfg.inner_width
         self.cfg, self.kind = cfg, kind
-        self.ln1, self.ln2 = norm_of(cfg, C), norm_of(cfg, C)
+        self.ln1, self.ln2, self.post1, self.post2 = (
+            nn.Identity() if cfg.norms == absent else norm_of(cfg, C)
+            for absent in ("behind", "behind", "before", "before"))
         self.q, self.k, self.v = (nn.Linear(C, heads * D, bias=cfg.bias or cfg.qkv_bias)
                                   for heads in (cfg.n_head, cfg.kv_heads, cfg.kv_heads))
         self.proj = nn.Linear(cfg.n_head * D, C, bias=cfg.bias)
         if cfg.qk_norm:
-            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=cfg.norm_eps) for _ in range(2))
+            widths = [heads * D if cfg.qk_norm_over == "all" else D for heads in (cfg.n_head, cfg.kv_heads)]
+            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=cfg.norm_eps) for width in widths)
         if cfg.mlp == "gelu":
             self.fc1, self.fc2 = nn.Linear(C, inner, bias=cfg.bias), nn.Linear(inner, C, bias=cfg.bias)
         else:
@@ -119,15 +122,17 @@ class ReferenceLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, turns: Turns, of: torch.Tensor | None = None) -> torch.Tensor:
         """Computes a layer, (B, T, C) -> (B, T, C)."""
-        (B, T, _), normed = x.shape, self.ln1(x)
-        q, k, v = (linear(normed).view(B, T, -1, self.cfg.head_width).transpose(1, 2)
-                   for linear in (self.q, self.k, self.v))
-        if self.cfg.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        (B, T, _), normed, D = x.shape, self.ln1(x), self.cfg.head_width
+        q, k, v = (linear(normed) for linear in (self.q, self.k, self.v))
+        if self.cfg.qk_norm:  # over the last dim
+            each = (-1, D) if self.cfg.qk_norm_over == "head" else (-1,)
+            q, k = self.q_norm(q.unflatten(2, each)).flatten(2), self.k_norm(k.unflatten(2, each)).flatten(2)
+        q, k, v = (t.view(B, T, -1, D).transpose(1, 2) for t in (q, k, v))
         if self.kind.rope:
             q, k = (rotate(t, *turns[self.kind.rope]) for t in (q, k))
-        x = x + self.proj(attend(q, k, v, of, self.kind.window).transpose(1, 2).reshape(B, T, -1))
-        return x + self.mlp(self.ln2(x))
+        out = attend(q, k, v, of, self.kind.window).transpose(1, 2).reshape(B, T, -1)
+        x = x + self.post1(self.proj(out))
+        return x + self.post2(self.mlp(self.ln2(x)))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Computes the MLP of normed rows, (B, T, C) -> (B, T, C)."""
