@@ -345,8 +345,9 @@ class GPT:
         if rope is None:
             return None
         mine = positions[tp.rank::tp.size] if cfg.metp else positions
-        turn = rotations(mine, cfg.head_width, rope.theta,
-                         *scaled(cfg.head_width, rope.theta, parse_scaling(rope.scaling)), pin=cfg.pin_memory)
+        multipliers, factor = scaled(cfg.head_width, rope.theta, parse_scaling(rope.scaling))
+        turn = rotations(mine, cfg.head_width, rope.theta, multipliers, factor * cfg.query_factor,
+                         cfg.pin_memory)
         return turn.unflatten(0, (len(positions) // tp.size, -1))
 
 

@@ -35,6 +35,9 @@ LLAMA_COSTS = dict(ln1_out=1, q=8, k=4, v=4, proj_out=8, mid=8, ln2_out=1, gate_
 LLAMA = dict(norm="rmsnorm", mlp="swiglu", n_inner=112, n_kv_head=2, head_dim=24, tie_embeddings=False)
 # norms behind attention and MLP, and of all heads together
 OLMO = LLAMA | dict(norms="behind", qk_norm=True, qk_norm_over="all")
+# norms on both sides, GeGLU, scaled embeddings and queries
+GEMMA = LLAMA | dict(norms="both", mlp="geglu", qk_norm=True, scale_embeddings=True, query_scalar=40,
+                     tie_embeddings=True)
 
 
 def gpt_layer(C, H):

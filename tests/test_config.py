@@ -26,8 +26,8 @@ from tests.helpers import ROOT, save_header
 def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
-        qkv_bias norms qk_norm qk_norm_over tie_embeddings gelu position rope_theta rope_scaling
-        sliding_window layer_types rope_local_theta
+        qkv_bias norms qk_norm qk_norm_over query_scalar scale_embeddings tie_embeddings gelu position
+        rope_theta rope_scaling sliding_window layer_types rope_local_theta
         dataset check_data allow_other_data documents pack batch_size gradient_accumulation_steps
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
@@ -519,5 +519,6 @@ def test_numbers_have_plain_digits(text):
 def test_the_weights_of_a_checkpoint_depend_on_these_keys():
     assert MODEL_KEYS == (
         "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
-        "norm", "norm_eps", "mlp", "bias", "qkv_bias", "norms", "qk_norm", "qk_norm_over", "tie_embeddings",
-        "gelu", "position", "rope_theta", "rope_scaling", "sliding_window", "layer_types", "rope_local_theta")
+        "norm", "norm_eps", "mlp", "bias", "qkv_bias", "norms", "qk_norm", "qk_norm_over", "query_scalar",
+        "scale_embeddings", "tie_embeddings", "gelu", "position", "rope_theta", "rope_scaling",
+        "sliding_window", "layer_types", "rope_local_theta")

@@ -19,7 +19,7 @@ from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 from testing.gradients import worst_gradient
-from tests.helpers import LLAMA, OLMO, error, perturbed_weights, random_batch
+from tests.helpers import GEMMA, LLAMA, OLMO, error, perturbed_weights, random_batch
 
 YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}'
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -71,7 +71,7 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
     LLAMA | dict(n_kv_head=4, qkv_bias=True), LLAMA | dict(head_dim=32, qk_norm=True, rope_theta=1e6),
     LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=8),
     LLAMA | dict(rope_scaling=YARN), dict(norm="rmsnorm", qk_norm=True), OLMO, OLMO | dict(head_dim=8),
-    dict(norms="both", bias=True), LLAMA | dict(norms="both", qk_norm=True),
+    dict(norms="both", bias=True), GEMMA,
     dict(mlp="swiglu", n_kv_head=2, position="learned")], ids=str)
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])
 def test_gradients_of_other_families_match_autograd(keys, dtype, limit, device):
@@ -121,7 +121,7 @@ def test_evaluation_changes_no_gradient_and_gives_the_same_loss():
 
 
 @pytest.mark.parametrize("keys", [dict(position="learned", bias=True), dict(bias=True), LLAMA,
-                                  LLAMA | dict(qk_norm=True), OLMO, LLAMA | dict(norms="both"),
+                                  LLAMA | dict(qk_norm=True), OLMO, GEMMA,
                                   OLMO | dict(head_dim=16, matmul="fp8"), dict(matmul="fp8")], ids=str)
 def test_recompute_gives_the_same_bits(keys):
     cfg = Layout(n_layer=1, n_head=2, n_embd=64, vocab_size=100, block_size=512, **keys)

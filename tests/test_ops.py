@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from memo.config.layout import Layout
 from memo.errors import ConfigError
@@ -113,18 +114,18 @@ def test_rms_norm_forward_and_backward(norms, N, C, eps, dtype, limit, monkeypat
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-6), (torch.bfloat16, 2 * BF16)],
                          ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [(5, 2, 24), (3, 1, 2000)])
-def test_swiglu_forward_and_backward(kind, shape, dtype, limit, monkeypatch):
+@pytest.mark.parametrize("shape,gelu", [((5, 2, 24), False), ((3, 1, 2000), False), ((3, 1, 2000), True)])
+def test_swiglu_forward_and_backward(kind, shape, gelu, dtype, limit, monkeypatch):
     """(n, tp, F/tp). The gradients take the places of gate and up; dy is used up."""
     monkeypatch.setattr(rows, "CACHED_ELEMENTS", 2 * shape[1] * shape[2])  # several chunks
     gate, up, dy = (3 * torch.randn(shape).to(dtype) for _ in range(3))
     gate_, up_ = (t.double().requires_grad_() for t in (gate, up))
-    want = gate_ * gate_.sigmoid() * up_
+    want = (F.gelu(gate_, approximate="tanh") if gelu else F.silu(gate_)) * up_
     want.backward(dy.double())
     out = torch.empty_like(gate)
-    kind.swiglu_forward(gate, up, out)
+    kind.swiglu_forward(gate, up, out, gelu)
     assert error(out, want.detach()) < limit
-    kind.swiglu_backward(dy.clone(), gate, up)
+    kind.swiglu_backward(dy.clone(), gate, up, gelu)
     assert error(gate, gate_.grad) < limit and error(up, up_.grad) < limit
 
 

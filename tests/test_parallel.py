@@ -20,7 +20,7 @@ from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import LLAMA, OLMO, degrees_of, mesh_of, step
+from tests.helpers import GEMMA, LLAMA, OLMO, degrees_of, mesh_of, step
 from tests.layouts import build, layout_keys, make_small, on_ranks, relative_error
 
 CPU = torch.device("cpu")
@@ -32,13 +32,14 @@ FAMILIES = {"rope": dict(batch_size=8, block_size=256),
             # H D between C and F, and below C: the gradient of attention's output has another's place then
             "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=8, block_size=256),
             "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=4, block_size=512),
-            "olmo": OLMO | dict(n_kv_head=4, batch_size=4, block_size=512)}
+            "olmo": OLMO | dict(n_kv_head=4, batch_size=4, block_size=512),
+            "gemma": GEMMA | dict(batch_size=4, block_size=512)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
 LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 cp2 dp2"],
            "learned": ["tp2", "cp2", "tp2 cp2 dp2"], "llama": ["tp2", "cp2"], "qwen": ["tp4", "tp2 cp2"],
-           "olmo": ["tp4", "tp2 cp2"]}
+           "olmo": ["tp4", "tp2 cp2"], "gemma": ["tp2"]}
 FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=8, block_size=256)  # two heads of keys
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
                 "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"]}

@@ -12,11 +12,11 @@ from memo.huggingface.huggingface import FAMILIES, family_of, model_keys
 from memo.huggingface.weights import HfWeights, alike, weights_of
 from memo.verify.reference import Reference, attend, rotary_frequencies
 from testing.gradients import worst_gradient
-from tests.helpers import CPU, LLAMA, OLMO, perturbed_weights, random_batch
+from tests.helpers import CPU, GEMMA, LLAMA, OLMO, perturbed_weights, random_batch
 
 SHAPE = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129)
 FAMILIES_HERE = [dict(position="learned", bias=True, gelu="tanh"), LLAMA,
-                 LLAMA | dict(qk_norm=True, qkv_bias=True, tie_embeddings=True), OLMO]
+                 LLAMA | dict(qk_norm=True, qkv_bias=True, tie_embeddings=True), OLMO, GEMMA]
 SCALINGS = [dict(rope_type="linear", factor=4.0),
             dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                  original_max_position_embeddings=64),
@@ -58,7 +58,7 @@ def test_attention_is_the_formula(heads, lengths):
         assert (one - other).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("keys", FAMILIES_HERE, ids=["gpt", "llama", "qwen", "olmo"])
+@pytest.mark.parametrize("keys", FAMILIES_HERE, ids=["gpt", "llama", "qwen", "olmo", "gemma"])
 def test_documents_together_are_each_alone(keys):
     cfg, lengths = Layout(**SHAPE, **keys), [1, 100, 28]
     weights, (tokens, targets) = [*perturbed_weights(cfg, CPU)], random_batch(cfg, 1, 129, CPU)

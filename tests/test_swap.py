@@ -30,6 +30,7 @@ from model import GPT
 from testing.notes import noted_mesh
 from testing.turns import RACES, WAITS, Racing, kind_of
 from tests.helpers import (
+    GEMMA,
     LLAMA,
     OLMO,
     costs_of,
@@ -130,7 +131,7 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
 @pytest.mark.parametrize("keys", [
     dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
     LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True), OLMO | dict(n_head=4),
-    LLAMA | dict(n_head=4, norms="both", matmul="fp8"),
+    GEMMA | dict(n_head=4, matmul="fp8"),
     dict(bias=True, matmul="fp8"), LLAMA | dict(n_head=4, matmul="fp8")], ids=str)
 def test_other_families_alike(keys):
     keep = trained(8, 256, torch.float32, 2, activation="keep", **keys)

@@ -59,13 +59,14 @@ class Settings:
                           why="a dataset's tokens have at most 32 bits")
     n_kv_head: int = width_key(0, "Hkv, heads of keys and values; 0 means n_head", least=0)
     head_dim: int = width_key(0, "D, elements of a head; 0 means n_embd/n_head", least=0)
-    n_inner: int = width_key(0, "F, width of the MLP; 0 means 4*n_embd, for swiglu 8/3*n_embd rounded up "
+    n_inner: int = width_key(0, "F, width of the MLP; 0 means 4*n_embd, if gated 8/3*n_embd rounded up "
                              "to a multiple of 256", least=0)
     norm: str = key("layernorm", "norm before each half of a layer and before the head",
                     choices=("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "added to the mean square before its root is taken", least=0.0, most=1.0,
                           why="it would drown the values")
-    mlp: str = key("gelu", "fc2 gelu(fc1 x), or down (silu(gate x) * up x)", choices=("gelu", "swiglu"))
+    mlp: str = key("gelu", "fc2 gelu(fc1 x), or gated, down (silu(gate x) * up x), for geglu with the tanh "
+                   "form of gelu in silu's place", choices=("gelu", "swiglu", "geglu"))
     bias: bool = key(False, "biases in the linears and norms")
     qkv_bias: bool = key(False, "biases of q, k and v")
     norms: str = key("before", "where norms are: before attention and MLP, behind what they give (x + "
@@ -74,6 +75,9 @@ class Settings:
     qk_norm: bool = key(False, "an RMSNorm of q and k before positions are rotated in")
     qk_norm_over: str = key("head", "what it is over: each head, or as in Olmo 2 all heads together",
                             choices=("head", "all"))
+    query_scalar: int = width_key(0, "what attention divides products of queries and keys by the root of; 0 "
+                                  "means D", least=0)
+    scale_embeddings: bool = key(False, "embeddings times the root of n_embd, in front of the first layer")
     tie_embeddings: bool = key(True, "the head's matrix is the embedding's")
     gelu: str = key("exact", "form of the GELU; GPT-2 has tanh", choices=("exact", "tanh"))
     position: str = key("rope", "rotary, or learned as in GPT-2", choices=("rope", "learned"))
@@ -216,6 +220,11 @@ class Settings:
     def head_width(self) -> int:
         """Counts D, the elements of a head."""
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def query_factor(self) -> float:
+        """Finds what multiplies queries, and keys, for query_scalar: kernels divide by the root of D."""
+        return (self.head_width / (self.query_scalar or self.head_width)) ** 0.25
 
     @property
     def window(self) -> int:

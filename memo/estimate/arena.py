@@ -155,7 +155,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
         if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
             dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them
-    product, norm_chunks = chunk * F // C / tp if cfg.mlp == "swiglu" else 0, NORM_CHUNKS
+    product, norm_chunks = chunk * F // C / tp if cfg.mlp != "gelu" else 0, NORM_CHUNKS
     if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
         product *= 2  # with the gradient of `up`
         norm_chunks = RMS_NORM_CHUNKS if cfg.norm == "rmsnorm" else NORM_CHUNKS
@@ -174,7 +174,7 @@ def fp8_bytes(cfg: Layout, itemsize: int, gradients: float, cpu: bool) -> float:
     rows, Q = chunk // (C * e), cfg.n_head * cfg.head_width / cfg.tp
     if cfg.tp > 1 and not cpu:  # two pieces under way have so many
         rows //= 2
-    matrix, operands = C * max(F, Q), C + F * (2 if cfg.mlp == "swiglu" else 1)  # where none is kept
+    matrix, operands = C * max(F, Q), C + F * (2 if cfg.mlp != "gelu" else 1)  # where none is kept
     return max(rows * (F * e + C) + matrix, rows * operands + 4 * matrix,
                gradients + rows * (2 * C * e + max(F, Q)) + matrix)
 

@@ -123,24 +123,36 @@ def merge_kernel(out, lse, out_, lse_, H, T, D, out_b, out_t, out_h, lse_b, lse_
 
 
 @triton.jit
-def swiglu_forward_kernel(gate, up, out, n, BLOCK: tl.constexpr):
+def gate_of(g, GELU: tl.constexpr):
+    """Finds (t, dt/dg) with which g s, s = 1 / (1 + e^-t), is silu(g), t = g, or the tanh form of gelu(g)."""
+    t, slope = g, 1.0
+    if GELU:  # 1 + tanh(u) is 2 / (1 + e^-2u)
+        t = 1.5957691216057308 * g * (1.0 + 0.044715 * g * g)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    return t, slope
+
+
+@triton.jit
+def swiglu_forward_kernel(gate, up, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + i, g / (1.0 + tl.exp(-g)) * u, mask=inside)
+    t, _ = gate_of(g, GELU)
+    tl.store(out + i, g / (1.0 + tl.exp(-t)) * u, mask=inside)
 
 
 @triton.jit
-def swiglu_backward_kernel(dy, gate, up, n, BLOCK: tl.constexpr):
-    """Computes from silu(g) = g s, s = 1 / (1 + e^-g), whose derivative is s (1 + g (1 - s))."""
+def swiglu_backward_kernel(dy, gate, up, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes from silu(g) or gelu(g), g s, whose derivative is s (1 + g (1 - s) dt/dg): see gate_of."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     d = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + i, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + i, mask=inside, other=0.0).to(tl.float32)
-    s = 1.0 / (1.0 + tl.exp(-g))
-    tl.store(gate + i, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+    t, slope = gate_of(g, GELU)
+    s = 1.0 / (1.0 + tl.exp(-t))
+    tl.store(gate + i, d * u * s * (1.0 + g * (1.0 - s) * slope), mask=inside)
     tl.store(up + i, d * g * s, mask=inside)
 
 
@@ -237,18 +249,22 @@ def launch_merge(out: torch.Tensor, lse: torch.Tensor, out_: torch.Tensor, lse_:
         *lse_.stride()[:2], MERGED_ROWS, block, num_warps=warps(MERGED_ROWS * block))
 
 
-def launch_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes silu(gate) * up into `out`, all of one shape, contiguous; `out` may be either."""
+def launch_swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor,
+                          gelu: bool = False) -> None:
+    """Writes silu(gate) or gelu(gate), * up into `out`, all of one shape, contiguous; `out` may be either."""
     assert all(t.is_contiguous() for t in (gate, up, out))
     n = gate.numel()
-    swiglu_forward_kernel[(triton.cdiv(n, ELEMENTS),)](gate, up, out, n, ELEMENTS, num_warps=warps(ELEMENTS))
+    swiglu_forward_kernel[(triton.cdiv(n, ELEMENTS),)](gate, up, out, n, gelu, ELEMENTS,
+                                                         num_warps=warps(ELEMENTS))
 
 
-def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
+def launch_swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor,
+                           gelu: bool = False) -> None:
     """Writes the gradients over gate and up, all of one shape, contiguous."""
     assert all(t.is_contiguous() for t in (dy, gate, up))
     n = gate.numel()
-    swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, ELEMENTS, num_warps=warps(ELEMENTS))
+    swiglu_backward_kernel[(triton.cdiv(n, ELEMENTS),)](dy, gate, up, n, gelu, ELEMENTS,
+                                                          num_warps=warps(ELEMENTS))
 
 
 def launch_logsumexp(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor,

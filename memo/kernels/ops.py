@@ -38,8 +38,9 @@ Ops.__doc__ = """How norms, rotary positions, merges, SwiGLU and cross entropy a
         `back` times its conjugate
     merge(out, lse, out_, lse_)
         adds the same queries' attention to other keys, out_ (B, T, H, D), lse_ (B, H, T), to fp32 out, lse
-    swiglu_forward(gate, up, out): silu(gate) * up, of any shape
-    swiglu_backward(dy, gate, up): writes the gradients of gate and up over them, and uses dy up
+    swiglu_forward(gate, up, out, gelu): silu(gate) * up, of any shape, or with `gelu`, in its tanh form, in
+        the place of silu
+    swiglu_backward(dy, gate, up, gelu): writes the gradients of gate and up over them, and uses dy up
     cross_entropy(tp, logits, target, gradient)
         of this rank's columns (rows, V/tp) of the logits and the ids (rows,): the log-probabilities of these
         (rows,), fp32, over the columns of all tp ranks; and with `gradient` that of minus their sum over
@@ -94,16 +95,19 @@ def norm_backward(residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tens
     return out
 
 
-def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
+def swiglu_forward(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, gelu: bool = False) -> None:
+    aten, how = torch.ops.aten, dict(approximate="tanh") if gelu else {}
     for gate_, up_, out_ in chunks(gate, up, out, cached=True):
-        torch.ops.aten.silu.out(gate_, out=out_)
+        (aten.gelu if gelu else aten.silu).out(gate_, **how, out=out_)
         out_.mul_(up_)
 
 
-def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:
+def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gelu: bool = False) -> None:
+    aten, how = torch.ops.aten, dict(approximate="tanh") if gelu else {}
     for dy_, gate_, up_ in chunks(dy, gate, up, cached=True):
-        dup = torch.nn.functional.silu(gate_).mul_(dy_)
-        torch.ops.aten.silu_backward.grad_input(dy_.mul_(up_), gate_, grad_input=gate_)
+        dup = (aten.gelu if gelu else aten.silu)(gate_, **how).mul_(dy_)
+        (aten.gelu_backward if gelu else aten.silu_backward).grad_input(dy_.mul_(up_), gate_, **how,
+                                                                        grad_input=gate_)
         up_.copy_(dup)
         del dup  # before the next chunk's
 

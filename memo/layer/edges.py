@@ -7,6 +7,7 @@ share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,12 +32,20 @@ class Edges:
     ops: Ops
     tp: Axis
 
+    @cached_property
+    def scale(self) -> float:
+        """Finds what embeddings are multiplied by, rounded to their dtype, as transformers does."""
+        exact, table = self.cfg.n_embd**0.5 if self.cfg.scale_embeddings else 1.0, self.w.wte
+        assert table is not None
+        return torch.tensor(exact, dtype=table.dtype).item()
+
     # --- embedding ---
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         # (N,), (N,) -> (n, C)
         tp = self.tp
-        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out)  # each rank has some rows of wte
+        # each rank has some rows of wte
+        embedding_forward(tp, tokens.view(-1, tp.size), self.w.wte, out, self.scale)
         if self.w.wpe is not None:
             for out_, positions_ in chunks(out, positions[tp.rank::tp.size]):
                 out_ += self.w.wpe[positions_]  # (n, C): own rows, tokens rank, rank + tp, ...
@@ -46,7 +55,7 @@ class Edges:
         # (N,), (N,), (n, C)
         tp = self.tp
         # the head has added to the same gradient: the embedding's matrix serves twice
-        embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte)
+        embedding_backward(tp, tokens.view(-1, tp.size), dx, self.dw.wte, self.scale)
         if self.dw.wpe is not None:  # learned positions; rotations have no parameters
             for dx_, positions_ in chunks(dx, positions[tp.rank::tp.size]):
                 # own rows only: the tp ranks' parts are summed in the optimizer

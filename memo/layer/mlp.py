@@ -1,6 +1,6 @@
 """The MLP of a layer: out = mid + last(f(hidden)), where `hidden` is what the linears in front of the
-activation f make of x = ln2(mid). GPT-2 has fc1, GELU, fc2; Llama gate and up, silu(gate) * up, down. Block
-(model.py) and METP (memo/layer/metp_block.py, metp.py), which use it, have rows and matrices.
+activation f make of x = ln2(mid). GPT-2 has fc1, GELU, fc2; Llama gate and up, silu(gate) * up (Gemma gelu),
+down. Block (model.py) and METP (memo/layer/metp_block.py, metp.py), which use it, have rows and matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +55,11 @@ class Mlp:
 
 
 def mlp_of(cfg: Config, ops: Ops) -> Mlp:
-    if cfg.mlp == "swiglu":
+    if cfg.mlp != "gelu":
+        gelu = cfg.mlp == "geglu"
         return Mlp(("gate", "up"), "down", "",
-                   lambda hidden, out: ops.swiglu_forward(*hidden, out),
-                   lambda d, hidden: ops.swiglu_backward(d, *hidden))
+                   lambda hidden, out: ops.swiglu_forward(*hidden, out, gelu),
+                   lambda d, hidden: ops.swiglu_backward(d, *hidden, gelu))
     form = "tanh" if cfg.gelu == "tanh" else "none"  # torch's names
     return Mlp(("fc1",), "fc2", "gelu_out",
                lambda hidden, out: gelu_forward(hidden[0], form, out=out),

@@ -115,24 +115,26 @@ def row_backward(matmul: Matmul, dy: torch.Tensor, x: Operand, w: torch.Tensor, 
 
 # --- vocabulary-parallel: each rank has some rows of the embedding ---
 
-# (n, tp), (V/tp, C) -> (n, C)
-def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+# (n, tp), (V/tp, C) -> scale * (n, C)
+def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch.Tensor,
+                      scale: float = 1.0) -> torch.Tensor:
     for chunk, out_ in chunks(ids, out, ranks=axis.size):
         parts = out_[None] if axis.size == 1 else out.new_empty(axis.size, *out_.shape)
         for ids_, part in zip(chunk.unbind(1), parts, strict=True):
             own, mask = own_ids(axis, ids_, len(w))
             torch.index_select(w, 0, own, out=part)
-            part.mul_(mask[:, None])
+            part.mul_(mask[:, None] * scale)
         if axis.size > 1:
             out_.copy_(axis.scatter_sum(parts))
     return out
 
 
 # (n, tp), (n, C) -> onto (V/tp, C)
-def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor) -> None:
+def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torch.Tensor,
+                       scale: float = 1.0) -> None:
     for chunk, dx_chunk in chunks(ids, dx, ranks=axis.size):
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mask = own_ids(axis, ids_, len(dw))
             # without a name of its own the fp32 copy is gone before the next one is made
-            dw.index_add_(0, own, torch.mul(dx_, mask[:, None],
+            dw.index_add_(0, own, torch.mul(dx_, mask[:, None] * scale,
                                             out=dx_.new_empty(dx_.shape, dtype=torch.float32)))

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -74,20 +75,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # --- attention ---
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: torch.Tensor | None = None,
-           window: int = 0) -> torch.Tensor:
+           window: int = 0, scalar: float = 0.0) -> torch.Tensor:
     """Attends causally, (B, H, T, D) and (B, Hkv, T, D) twice -> (B, H, T, D), by torch's own kernel. `of`
     (B, T): the document of each token, which sees those of its own alone; None: there is one. `window`: a
-    token sees so many of them, itself the last; 0: all."""
+    token sees so many of them, itself the last; 0: all. `scalar`: scores are over its root; 0: over D's."""
     T = q.shape[2]
     if of is None:
         seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window) if window else None
         return F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None,
+                                              scale=scalar**-0.5 if scalar else None,
                                               enable_gqa=q.shape != k.shape)
 
     def in_sequence(b: int, *qkv: torch.Tensor) -> torch.Tensor:
         lengths = of[b].unique_consecutive(return_counts=True)[1].tolist()
         pieces = zip(*(t[b:b + 1].split(lengths, 2) for t in qkv), strict=True)
-        return torch.cat([attend(q_, k_, v_, None, window) for q_, k_, v_ in pieces], 2)
+        return torch.cat([attend(q_, k_, v_, None, window, scalar) for q_, k_, v_ in pieces], 2)
     return torch.cat([in_sequence(b, q, k, v) for b in range(len(of))])
 
 
@@ -130,14 +132,15 @@ class ReferenceLayer(nn.Module):
         q, k, v = (t.view(B, T, -1, D).transpose(1, 2) for t in (q, k, v))
         if self.kind.rope:
             q, k = (rotate(t, *turns[self.kind.rope]) for t in (q, k))
-        out = attend(q, k, v, of, self.kind.window).transpose(1, 2).reshape(B, T, -1)
+        out = attend(q, k, v, of, self.kind.window, self.cfg.query_scalar).transpose(1, 2).reshape(B, T, -1)
         x = x + self.post1(self.proj(out))
         return x + self.post2(self.mlp(self.ln2(x)))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Computes the MLP of normed rows, (B, T, C) -> (B, T, C)."""
-        if self.cfg.mlp == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.cfg.mlp != "gelu":
+            act = F.silu if self.cfg.mlp == "swiglu" else partial(F.gelu, approximate="tanh")
+            return self.down(act(self.gate(x)) * self.up(x))
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh" if self.cfg.gelu == "tanh" else "none"))
 
 
@@ -159,7 +162,7 @@ class Reference(nn.Module):
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Turns]:
         """Computes (the first layer's input (B, T, C), rotations) of (B, T)."""
-        x, turns = self.wte(tokens), Turns()
+        x, turns = self.wte(tokens) * (self.cfg.n_embd**0.5 if self.cfg.scale_embeddings else 1.0), Turns()
         if self.wpe is not None:
             x = x + self.wpe(positions)
         for rope in {kind.rope for kind in self.cfg.kinds if kind.rope}:

@@ -30,12 +30,12 @@ KERNELS = {
                                        BLOCK=128)),
     "rotary": ("rotary", dict(), dict(BACK=True, BLOCK=4096)),
     "merge": ("merge", dict(out="*fp32"), dict(ROWS=32, BLOCK=128)),
-    "SwiGLU forward": ("swiglu_forward", dict(out="*bf16"), dict(BLOCK=4096)),
+    "SwiGLU forward": ("swiglu_forward", dict(out="*bf16"), dict(GELU=False, BLOCK=4096)),
     "log of the sum of exponentials": ("logsumexp", dict(), dict(BLOCK=4096)),
     "gradient of logits": ("logits_backward", dict(), dict(BLOCK=4096)),
     "FP8 gradients, scaled, rounded, turned": ("turn", dict(out="*u8"), dict(SCALED=True, BLOCK=64)),
     "FP8 inputs, turned": ("turn", dict(x="*u8", out="*u8"), dict(SCALED=False, BLOCK=64)),
-    "SwiGLU backward": ("swiglu_backward", dict(), dict(BLOCK=4096)),
+    "SwiGLU backward": ("swiglu_backward", dict(), dict(GELU=True, BLOCK=4096)),
 }
 
 
