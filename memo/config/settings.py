@@ -1,5 +1,6 @@
 """The keys of a configuration, and what follows from them alone. Config (memo/config/config.py) has them."""
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -224,7 +225,7 @@ class Settings:
     @property
     def query_factor(self) -> float:
         """Finds what multiplies queries, and keys, for query_scalar: kernels divide by the root of D."""
-        return (self.head_width / (self.query_scalar or self.head_width)) ** 0.25
+        return math.sqrt(math.sqrt(self.head_width / (self.query_scalar or self.head_width)))
 
     @property
     def window(self) -> int:

@@ -14,10 +14,12 @@ from memo.errors import ConfigError, warn
 from memo.huggingface.layers import (
     BY_LAYER,
     FIELDS,
+    FULL,
     GIVE_FOLDER,
     GIVE_OTHER,
     NOPE,
     NOPE_FIELDS,
+    SLIDING,
     kind_fields,
     kind_keys,
     window_of,
@@ -41,9 +43,11 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation
+    _sliding_window_pattern""".split())
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
+PATTERN = "sliding_window_pattern"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 
@@ -61,6 +65,9 @@ class Family:
     norm_eps: tuple[str, float]  # field, default
     tied: bool = False  # if absent, as `defaults`
     pattern: int = 0  # if absent, of so many layers the last one is full, and the others slide
+    theta: float = 10000.0  # if absent
+    local_theta: float = 0.0  # of sliding layers, if absent; 0: they have none of their own
+    gain: float = 0.0  # what the gain of a norm is more than its weight
     defaults: JsonObject = field(default_factory=dict)
 
 
@@ -86,8 +93,19 @@ LLAMA = Family(
     only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
               partial_rotary_factor=(1.0,), rope_interleaved=(False,), use_mrope=(False,)),
     keys=dict(norm="rmsnorm", norms="before", mlp="swiglu", bias=False, position="rope", qkv_bias=False,
-              qk_norm=False, qk_norm_over="head", rope_local_theta=0.0),
+              qk_norm=False, qk_norm_over="head", query_scalar=0, scale_embeddings=False,
+              rope_local_theta=0.0),
     norm_eps=("rms_norm_eps", 1e-6))
+
+OLMO2 = replace(LLAMA, architecture="Olmo2ForCausalLM", norm_eps=("rms_norm_eps", 1e-5),
+                names=LLAMA.names | dict(post1="post_attention_layernorm",
+                                         post2="post_feedforward_layernorm"),
+                keys=LLAMA.keys | dict(norms="behind", qk_norm=True, qk_norm_over="all"))
+
+
+def without(of: Mapping[str, Json], *names: str) -> JsonObject:
+    return {name: value for name, value in of.items() if name not in names}
+
 
 FAMILIES = {
     "gpt2": GPT2, "llama": LLAMA,
@@ -97,12 +115,21 @@ FAMILIES = {
                      defaults=dict(num_key_value_heads=32, sliding_window=4096)),
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
                      defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096)),
-    "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True,
+    "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True, theta=2e6,
                        defaults=dict(num_key_value_heads=4)),
-    "olmo2": replace(LLAMA, architecture="Olmo2ForCausalLM", norm_eps=("rms_norm_eps", 1e-5),
-                     names=LLAMA.names | dict(post1="post_attention_layernorm",
-                                              post2="post_feedforward_layernorm"),
-                     keys=LLAMA.keys | dict(norms="behind", qk_norm=True, qk_norm_over="all"))}
+    "olmo2": OLMO2,
+    "olmo3": replace(OLMO2, architecture="Olmo3ForCausalLM", keys=without(OLMO2.keys, "rope_local_theta"),
+                     pattern=4, theta=5e5, local_theta=5e5, defaults=dict(sliding_window=4096)),
+    "gemma3_text": replace(
+        LLAMA, architecture="Gemma3ForCausalLM", tied=True, pattern=6, theta=1e6, local_theta=1e4, gain=1.0,
+        names=OLMO2.names | dict(ln2="pre_feedforward_layernorm"),
+        sizes=LLAMA.sizes | dict(query_scalar="query_pre_attn_scalar"),
+        only=without(LLAMA.only, "hidden_act") | dict(hidden_activation=("gelu_pytorch_tanh",),
+                                                      use_bidirectional_attention=(False,)),
+        keys=without(LLAMA.keys, "query_scalar", "rope_local_theta") | dict(
+            mlp="geglu", norms="both", qk_norm=True, scale_embeddings=True),
+        defaults=dict(num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
+                      rope_local_base_freq=1e4) | {PATTERN: 6})}
 
 
 # --- config.json -> memo's keys ---
@@ -121,7 +148,8 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
     family = FAMILIES[kind]
     check_fields(path, hf, family)
     name, eps = family.norm_eps
-    keys = {key: size_field(path, name, hf.get(name)) for key, name in family.sizes.items()}
+    keys = {key: size_field(path, name, hf.get(name, family.defaults.get(name)))
+            for key, name in family.sizes.items()}
     keys |= family.keys | dict(norm_eps=float_field(path, name, hf.get(name, eps)))
     keys["tie_embeddings"] = tied = hf.get("tie_word_embeddings", family.tied)
     if type(tied) is not bool:
@@ -137,14 +165,18 @@ def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
         raise ConfigError(f"{path}: num_attention_heads={H} % num_key_value_heads={Hkv} != 0 (each head of "
                           f"keys and values serves equally many of queries); {GIVE_FOLDER}")
     D = size_field(path, "head_dim", keys["n_embd"] // H if D is None else D)
-    keys |= kind_keys(path, hf, keys["n_layer"], family.defaults.get("sliding_window"), family.pattern)
-    return keys | dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S)
+    pattern = hf.get(PATTERN, family.pattern)
+    keys |= kind_keys(path, hf, keys["n_layer"], family.defaults.get("sliding_window"),
+                      size_field(path, PATTERN, pattern) if family.pattern else 0)
+    keys |= dict(n_kv_head=Hkv, head_dim=D) | rope_keys(path, hf, S, family)
+    return keys | (local_rope(path, hf, S, family, keys) if family.local_theta else {})
 
 
 def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
     """Raises ConfigError where memo does not know a field, or has not its value."""
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *FIELDS}
+    known |= {*family.defaults}
     known |= {*NOPE_FIELDS} if hf["model_type"] == "smollm3" else set()
     for name, value in hf.items():
         if name not in known and value not in (None, {}, []):  # an empty one says nothing
@@ -186,8 +218,10 @@ def check_reach(folder: Path | str, S: int, W: int = 0, option: str = "--block_s
                     f"to train it without one, set it to null there, or give a smaller {option}")
 
 
-def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
+def rope_keys(path: Path, hf: Mapping[str, Json], S: int, family: Family) -> JsonObject:
     """Finds rope_theta and rope_scaling in rope_parameters (transformers 5) or rope_scaling (4)."""
+    if family.local_theta:
+        hf = dict(hf, rope_parameters=ropes_of(path, hf).get(FULL))
     ropes = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
@@ -196,8 +230,29 @@ def rope_keys(path: Path, hf: Mapping[str, Json], S: int) -> JsonObject:
     if hf.get("rope_theta") not in (None, theta):
         raise ConfigError(f"{path}: rope_theta={hf['rope_theta']!r:.100} differs from {theta!r:.100} in "
                           "rope_parameters or rope_scaling; take the wrong one out")
-    theta = float_field(path, "rope_theta", 10000.0 if theta is None else theta)
+    theta = float_field(path, "rope_theta", family.theta if theta is None else theta)
     return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
+
+
+def ropes_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
+    """Reads {kind of layers: its rope_parameters}. Errors: ConfigError."""
+    ropes = hf.get("rope_parameters") or {}
+    if not isinstance(ropes, dict) or ropes.keys() - {FULL, SLIDING}:
+        raise wrong(path, "rope_parameters", ropes, f"an object of {FULL} and {SLIDING}")
+    return ropes
+
+
+def local_rope(path: Path, hf: Mapping[str, Json], S: int, family: Family, keys: JsonObject) -> JsonObject:
+    """Finds rope_local_theta, beside `keys` of the other layers: 0 where sliding layers are as these."""
+    own = {"rope_theta": hf.get("rope_local_base_freq")} | (ropes_of(path, hf).get(SLIDING) or {})
+    theta, scaling = rope_of(path, SLIDING, {SLIDING: own}, S)
+    theta = float_field(path, "rope_theta", family.local_theta if theta is None else theta)
+    scaling_ = json.dumps(scaling) if scaling else ""
+    if not keys["sliding_window"] or (theta, scaling_) == (keys["rope_theta"], keys["rope_scaling"]):
+        return dict(rope_local_theta=0.0)
+    if scaling:
+        raise wrong(path, f"rope_parameters of {SLIDING}", scaling, "as usual, or that of the other layers")
+    return dict(rope_local_theta=theta)
 
 
 def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json, JsonObject]:
@@ -230,8 +285,9 @@ def family_of(cfg: Config) -> str:
                       kv_heads=cfg.n_head, head_width=cfg.n_embd // cfg.n_head, window=0)
     else:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
-        kind = ("olmo2" if cfg.norms == "behind" else "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias
-                else "smollm3" if cfg.layer_types
+        kind = ("gemma3_text" if cfg.norms == "both" else
+                ("olmo3" if cfg.sliding_window else "olmo2") if cfg.norms == "behind" else
+                "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "smollm3" if cfg.layer_types
                 else "llama" if cfg.n_embd % cfg.n_head == 0 and not cfg.sliding_window else "mistral")
         like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
     for name, value in wanted.items():
@@ -259,11 +315,18 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
     # transformers 4 reads rope_scaling and rope_theta, transformers 5 rope_parameters
     scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
                if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
+    rope = dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling
     config |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads,
-                   head_dim=cfg.head_width, hidden_act="silu", attention_dropout=0.0,
-                   rope_theta=cfg.rope_theta, rope_scaling=scaling or None,
-                   rope_parameters=dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling)
-    if kind in ("llama", "qwen3", "smollm3", "olmo2"):
+                   head_dim=cfg.head_width, attention_dropout=0.0, rope_theta=cfg.rope_theta,
+                   rope_scaling=scaling or None, rope_parameters=rope)
+    config |= {name: allowed[0] for name, allowed in family.only.items() if name.startswith("hidden_act")}
+    if family.local_theta:
+        local = dict(rope_theta=cfg.rope_local_theta, rope_type="default") if cfg.rope_local_theta else rope
+        config["rope_parameters"] = {FULL: rope, SLIDING: local}
+    if kind == "gemma3_text":
+        config |= dict(query_pre_attn_scalar=cfg.query_scalar or cfg.head_width,
+                       rope_local_base_freq=cfg.rope_local_theta or cfg.rope_theta)
+    if kind not in ("mistral", "qwen2"):
         config["attention_bias"] = False
     config |= dict(mlp_bias=False) if kind in ("llama", "smollm3") else {}
     return config | kind_fields(cfg, kind)
@@ -281,8 +344,9 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
     if keys_of(path, hf | changed) != keys_of(path, config):  # a scaling that counts from a length not in it
-        hf = {k: v for k, v in hf.items() if k not in ROPE}
-        changed |= {k: v for k, v in named.items() if k in ROPE}
+        ropes = *ROPE, "rope_local_base_freq"
+        hf = without(hf, *ropes)
+        changed |= {k: v for k, v in named.items() if k in ropes}
     return hf | changed | {"dtype" if "dtype" in hf and "torch_dtype" not in hf else "torch_dtype": dtype}
 
 

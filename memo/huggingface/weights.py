@@ -44,6 +44,7 @@ class Weight:
     first: int = 0  # row, or if transposed column
     transposed: bool = False  # to (in, out)
     D: int = 0  # elements of its heads, where these rotate
+    more: float = 0.0  # what memo's elements are more
 
 
 def weights_of(cfg: Config) -> list[Weight]:
@@ -56,7 +57,8 @@ def weights_of(cfg: Config) -> list[Weight]:
         place = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
         shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
         if family is not GPT2 or not layer:
-            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0))
+            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0,
+                                  more=family.gain * (p.init == "ones")))
         else:
             first = {"q": 0, "k": C, "v": 2 * C}.get(base)
             full = shape if first is None else (3 * C, *shape[1:])
@@ -171,6 +173,8 @@ class HfWeights:
             at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
             own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
             own.copy_(theirs)
+            if w.more:
+                part += w.more
         if not all(map(torch.isfinite, torch.aminmax(part))):
             raise DataError(f"{self.folder}: there are NaN or infinities in {w.there}, a model with them "
                             f"cannot train; {AGAIN}")
@@ -189,7 +193,7 @@ def export_tensor(ws: list[Weight], read: Callable[[str], torch.Tensor | None],
             n = min(len(own), w.shape[-1 if w.transposed else 0])  # without memo's padding
             part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
             own, theirs = alike(w, own[:n], part)
-            theirs.copy_(own)
+            theirs.copy_(own - w.more if w.more else own)
     return tensor
 
 
