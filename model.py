@@ -67,7 +67,7 @@ class Block:
         self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
         layer, names = layer_of(cfg), [t.name for t in layer_of(cfg).skeletal]
-        self.input_of_qkv, self.input_of_mlp = layer.inputs  # normed, or as they are
+        (self.input_of_qkv, self.input_of_mlp), self.projected = layer.inputs, layer.projected
         self.of_mlp = [t.name for t in layer.skeletal[names.index("mid") + 1:] if t.width]
         self.every_row, self.no_rows = dict.fromkeys(names, EVERY_ROW), dict.fromkeys(names, NO_ROWS)
 
@@ -170,18 +170,14 @@ class Block:
 
     def norm_backward(self, name: str, residual: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
                       s: Activations, r: slice, out: torch.Tensor) -> None:
-        """Writes residual + the gradient of x over `out`; rows r of x. Without such a norm dy is that."""
-        if f"{name}_w" in self.w:
-            self.norms.backward(name, residual, dy, x[r], [t[r] for t in kept_statistics(s, name)], out)
-        else:
-            torch.add(residual, dy, out=out)
+        """Writes residual + the gradient of x over `out`; rows r of x."""
+        self.norms.backward(name, residual, dy, x[r], [t[r] for t in kept_statistics(s, name)], out)
 
     def projection(self, s: Activations, rows: dict[str, slice]) -> None:
         """Makes mid, the end of the attention half, from x and attn_out."""
-        w, r = self.w, rows["mid"]
-        residual, name = (None, "proj_out") if self.norms.behind else (s.x, "mid")
+        w, r, residual = self.w, rows["mid"], None if self.norms.behind else s.x
         row_forward(self.matmul, self.tp, residual, s.attn_out.__getitem__, w.proj_w, w.proj_b,
-                    s.tensors[name], rows[name])  # (n, C)
+                    s.tensors[self.projected], rows[self.projected])  # (n, C)
         if self.norms.behind:
             self.norms.add("post1", s.proj_out[r], s.x[r], out=s.mid[r])
 

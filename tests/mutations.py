@@ -139,7 +139,7 @@ MUTATIONS = [
              "mine = positions[::tp.size] if cfg.metp else positions", "layout",
              "--tp=2 --tensor_parallel=metp --subsequences=1"),
     Mutation("metp-gradients-do-not-come-home", "memo/layer/metp_block.py",
-             "torch._foreach_add_([*self.mlp_parts(dw).values()], mlp_home.wait())", "mlp_home.wait()",
+             "torch._foreach_add_([*self.mlp_parts(self.dw).values()], mlp_home.wait())", "mlp_home.wait()",
              "layout", "--tp=2 --tensor_parallel=metp --subsequences=1"),
     Mutation("tied-stages-step-apart", "memo/states/optim.py",
              "self.model.mesh.tied.sum(self.view(self.grads, 0, r))", "self.view(self.grads, 0, r)", "layout",

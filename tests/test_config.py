@@ -119,9 +119,6 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "pp=2 goes with unit_order=subsequence only, not layer (a stage hands on what all its layers are done "
      "with); try --unit_order=subsequence"),
     (["--qk_norm_over=all"], "qk_norm_over=all goes with qk_norm=True only; leave one of them out"),
-    (["--tensor_parallel=metp", "--norms=behind"],
-     "tensor_parallel=metp goes with norms=before only, not behind (a group of heads has a part of what is "
-     "normed); try tensor_parallel=megatron"),
     (["--tensor_parallel=metp", "--qk_norm=true", "--qk_norm_over=all"],
      "tensor_parallel=metp goes with qk_norm_over=head only, not all (a group of heads has a part of what is "
      "normed); try tensor_parallel=megatron"),

@@ -242,7 +242,7 @@ NARROW = "--n_embd=1024 --n_head=16 --n_inner=1024 --vocab_size=512"  # attentio
     ("llama3_8b_1m", "--tp=1 --cp=8 --ops=torch --block_size=262144"), ("llama3_8b_1m", "--tp=1 --cp=8"),
     ("llama3_8b_1m", "--tp=1 --cp=8 --context_parallel=ulysses"),
     ("llama3_8b_1m", "--matmul=fp8 --tp=1 --cp=8"),
-    ("llama3_8b_1m", "--norms=behind --qk_norm=true --qk_norm_over=all --tp=2 --cp=4"),
+    ("llama3_8b_1m", "--norms=behind --qk_norm=true --qk_norm_over=all --scale_embeddings=true --cp=4"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --n_inner=28672 --block_size=65536"), ("qwen3_8b_1m", "--tp=8 --cp=1"),
     ("qwen3_8b_1m", f"{NARROW} --n_kv_head=2 --tp=2 --cp=1 --batch_size=4 --block_size=32768")])
 def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
@@ -257,6 +257,7 @@ def test_the_fast_bound_is_one_and_is_near_for_llama(preset, text):
     ("7b_1m", "--tp=4 --cp=2"), ("llama3_8b_1m", "--tp=1 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--ops=te --tp=4 --cp=1 --block_size=262144"),
     ("llama3_8b_1m", "--tp=4 --cp=1 --block_size=262144"),
+    ("llama3_8b_1m", "--norms=both --mlp=geglu --tp=4 --cp=1 --block_size=65536"),
     ("llama3_8b_1m", "--tp=8 --cp=1 --head_groups=32 --ops=torch --block_size=262144")])
 def test_the_fast_bound_is_one_and_is_near_for_metp(preset, text):
     keys = ["--tensor_parallel=metp", *text.split()]

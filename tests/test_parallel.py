@@ -33,7 +33,8 @@ FAMILIES = {"rope": dict(batch_size=8, block_size=256),
             "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=8, block_size=256),
             "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=4, block_size=512),
             "olmo": OLMO | dict(n_kv_head=4, batch_size=4, block_size=512),
-            "gemma": GEMMA | dict(batch_size=4, block_size=512)}
+            "gemma": GEMMA | dict(batch_size=4, block_size=512),
+            "behind": OLMO | dict(qk_norm_over="head", batch_size=4, block_size=512)}
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5),
          dict(activation="memo", alpha_mode="per_tensor")]
 ENDS = [dict(activation="memo", alpha=0.0), dict(activation="memo", alpha=1.0)]
@@ -42,7 +43,8 @@ LAYOUTS = {"rope": ["tp2", "tp4", "cp2", "cp4", "tp2 cp2", "dp2", "tp2 cp2 dp2"]
            "olmo": ["tp4", "tp2 cp2"], "gemma": ["tp2"]}
 FAMILIES["grouped"] = LLAMA | dict(qkv_bias=True, batch_size=8, block_size=256)  # two heads of keys
 METP_LAYOUTS = {"rope": ["tp1", "tp2", "tp2 cp2 dp2"], "learned": ["tp4", "tp2 cp2"],
-                "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"]}
+                "llama": ["tp2 dp2"], "qwen": ["tp2 cp2"], "grouped": ["tp1", "tp4"],
+                "gemma": ["tp2", "tp4"], "behind": ["tp2 cp2"]}
 KINDS = [(family, text, kind) for family, layouts in LAYOUTS.items() for text in layouts
          for kind in ("ring", "ulysses") if kind == "ring" or "cp" in text]
 KINDS.remove(("learned", "tp2 cp2 dp2", "ulysses"))  # "rope" has both

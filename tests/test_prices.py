@@ -24,7 +24,7 @@ from memo.system.hardware import MESSAGES, Machine, Node, Speeds
 from model import GPT
 from testing.notes import Post, noted_mesh
 from testing.ranks import pool
-from tests.helpers import CPU, LLAMA, OLMO
+from tests.helpers import CPU, GEMMA, LLAMA, OLMO
 
 KEYS = dict(n_layer=2, n_head=8, n_embd=64, vocab_size=150, block_size=4096, batch_size=2)
 FOUR = dict(subsequences=4, unit_order="layer", activation="recompute")  # keys are made again
@@ -85,7 +85,8 @@ def sent(program):
     METP | dict(tp=2, bias=True), METP | LLAMA | dict(tp=4, qkv_bias=True),
     METP | dict(tp=2, cp=2, activation="recompute"),
     METP | dict(tp=2, matmul="fp8", bias=True, activation="recompute"), METP | FOUR | dict(tp=2, cp=2),
-    METP | FOUR | LLAMA | dict(tp=4, qk_norm=True), METP | FOUR | dict(tp=2, matmul="fp8")], ids=str)
+    METP | FOUR | GEMMA | dict(tp=4), METP | GEMMA | dict(tp=4, activation="recompute"),
+    METP | FOUR | dict(tp=2, matmul="fp8")], ids=str)
 def test_each_message_of_a_step_has_its_price(keys, monkeypatch):
     """Of the last rank; attention takes one group of heads after the other."""
     monkeypatch.setattr("memo.config.layer.GROUP_ELEMENTS", 2**16)

@@ -231,10 +231,9 @@ def broken_by_metp(cfg: Settings) -> Iterator[str]:
     """Checks that groups have equally many heads, of one tp rank, that share heads of keys evenly."""
     H, Hkv, tp, G = cfg.n_head, cfg.kv_heads, cfg.tp, cfg.head_groups
     columns = Hkv * cfg.head_width
-    for name, only in dict(norms="before", qk_norm_over="head").items():
-        if getattr(cfg, name) != only:
-            yield (f"tensor_parallel=metp goes with {name}={only} only, not {getattr(cfg, name)} (a group of "
-                   "heads has a part of what is normed); try tensor_parallel=megatron")
+    if cfg.qk_norm_over != "head":
+        yield (f"tensor_parallel=metp goes with qk_norm_over=head only, not {cfg.qk_norm_over} (a group of "
+               "heads has a part of what is normed); try tensor_parallel=megatron")
     if cfg.context_parallel == "ulysses" and cfg.cp * tp > 1:
         yield ("tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its keys and values "
                "go round all ranks that share a sequence); try context_parallel=ring")

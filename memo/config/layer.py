@@ -112,6 +112,11 @@ class Layer:
         return tuple(dict.fromkeys(op.reads for op in self.operations if op.kind == "column"))
 
     @property
+    def projected(self) -> str:
+        """Names the tensor that attention's projection makes: mid, or what is normed before mid."""
+        return next(t.name for t in self.skeletal if t.made_by and t.made_by.reads == ATTENTION)
+
+    @property
     def qk_norms(self) -> bool:
         """Says whether q and k are normed, each time that attention takes them."""
         return "q_norm_w" in self.parameters
@@ -166,7 +171,8 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     behind takes is kept. qk_norm: of q and k, over each "head", or "all" heads.
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
     again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
-    metp: only `mid` is kept of what is made from matrices that travel, and travel again in the backward.
+    metp: of what is made from matrices that travel, and travel again in the backward, only `mid` is kept, and
+    what norms behind take.
     subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
     are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
     Q, KV = H * D, Hkv * D
@@ -215,7 +221,7 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
-        kept = INPUT, ATTENTION, "lse", "mid", *(KEYS_VALUES if subsequences else ())
+        kept = INPUT, ATTENTION, "lse", "proj_out", "mid", "mlp_out", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     places = [*["ln1", "ln2"] * front, *["post1", "post2"] * behind]
     parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm, places)

@@ -212,7 +212,8 @@ def metp_layer_bytes(cfg: Layout, machine: Machine) -> float:
         fp8_matrices = (2 + (tp > 1)) * layer.layer_of(cfg).matrix_elements // tp
         attended += n * C
         mlp += 2 * piece * (C + width) + 4 * C * width
-    halves = max(attended, mlp, norm)
+    behind = n * C * e * (cfg.norms != "before")  # the output of a norm that is made again
+    halves = max(attended, mlp, norm + behind)
     return message_bytes(cfg, e) + fp8_matrices + max(n * C * e + halves, gathered + 2 * f * chunk / tp)
 
 

@@ -31,14 +31,20 @@ class Metp(Unit):
         self.part, self.group = travelling(cfg)
         D, ops = self.layer.head_dim, self.layer.operations
         columns = [op for op in ops if op.kind == "column"]
-        made = dict(zip("qkv", (op for op in columns if op.reads == "ln1_out"), strict=True))
+        made = dict(zip("qkv", (op for op in columns if op.reads == self.layer.inputs[0]), strict=True))
         # widths of a group of heads' q, k, v, how many groups make each, or have a part of the projection,
         # and widths of a part's hidden tensors
         self.widths = {name: max(D, op.gives // self.groups_of_heads) for name, op in made.items()}
         self.times = dict.fromkeys("qp", self.groups_of_heads) | dict.fromkeys("kv", keyed)
         self.rotated = [name for name, op in made.items() if op.rotary]
-        self.hidden_widths = [op.gives // self.tp for op in columns if op.reads == "ln2_out"]
-        self.output, self.part_width = ops[-1], ops[-1].takes // self.tp
+        self.hidden_widths = [op.gives // self.tp for op in columns if op.reads == self.layer.inputs[1]]
+        self.output = next(op for op in reversed(ops) if op.kind == "row")
+        self.part_width = self.output.takes // self.tp
+        front, behind = cfg.norms != "behind", cfg.norms != "before"
+        self.normed = [self.norm("forward")] * front
+        self.added = [self.norm("forward"), self.copy(3 * self.C)] * behind  # of a half
+        norm = self.norm("backward")  # norms behind are made again
+        self.norms_backward = [norm] * 2 * front + [norm, self.norm("forward")] * 2 * behind
 
     # --- one operation ---
 
@@ -77,7 +83,7 @@ class Metp(Unit):
     @cached_property
     def mlp(self) -> list[Cost]:
         """Costs the MLP but for its last products. Each part begins with the norm."""
-        return [*[self.norm("forward")] * self.tp, self.activation("forward"),
+        return [*self.normed * self.tp, self.activation("forward"),
                 *(self.parts(self.tp, width, self.C) for width in self.hidden_widths)]
 
     # --- messages between the ranks of tp, and what FP8 does to what they carry ---
@@ -149,7 +155,7 @@ class Metp(Unit):
         coming, step_s = self.others_s("broadcast", names), total(work) / groups
         # beside each group but the last the next one's; a piece of the projection's matrix beside the first
         # group of each rank's heads but the first's, and beside the last group
-        return [self.norm("forward"), *work, *self.first_group(names),
+        return [*self.normed, *work, *self.first_group(names),
                 self.late(coming, step_s, times=groups - self.tp),
                 self.late(coming + piece, step_s, times=self.tp - 1), self.late(piece, step_s)]
 
@@ -164,12 +170,24 @@ class Metp(Unit):
 
     def forward(self, attend: list[Cost]) -> list[Cost]:
         attention = self.attention_half(1.0, "qkv", attend)
+        mlp = self.mlp_forward(total(attention))
+        return [*self.matrices(), *self.scales(), *attention, *self.added, *mlp, *self.added]
+
+    def mlp_forward(self, before_s: float) -> list[Cost]:
+        """Costs the MLP, whose first matrices come beside so many seconds before it, too."""
         mlp, hop = [*self.mlp, self.parts(self.tp, self.C, self.part_width)], self.hop_of_part_s()
         step = total(mlp) / self.tp  # the own part is the first
-        hops = [self.late(hop, total(attention) + step)]
+        hops = [self.late(hop, before_s + step)]
         if self.tp > 2:  # the second leaves when the own part begins
             hops += [self.late(hop, 2 * step), self.late(hop, step, times=self.tp - 3)]
-        return [*self.matrices(), *self.scales(), *attention, *mlp, *hops]
+        return [*mlp, *hops]
+
+    @cached_property
+    def groups_s(self) -> dict[str, float]:
+        """Counts the seconds to make each group of tensors again."""
+        again = {self.layer.projected: self.rebuilt(0, 1, []), "mlp_out": [
+            *self.matrices("fgud"), *self.scales("fgud"), *self.mlp_forward(0.0)]}
+        return {group: total(again.get(group, self.added)) for group in self.layer.groups}
 
     def keys_again(self, names: str) -> list[Cost]:
         """Costs k in a backward, whose matrices are there; or k and v in a sweep, where they travel."""
@@ -203,8 +221,8 @@ class Metp(Unit):
                      + sum(self.times[name[0]] * n for name, n in self.group.items()))
         # fp32 gradients of travelling matrices are set to zero and added to others
         sums_s = self.speeds.seconds("copy", 16 * travelled, 16 * travelled) if travelled else 0.0
-        return [*mlp, *half, Cost(sums_s), *self.matrices(turning=self.TURNING_INPUT), self.norm("forward"),
-                *[self.norm("backward")] * 2, *self.backward_messages(total(mlp), total(half))]
+        return [*mlp, *half, Cost(sums_s), *self.matrices(turning=self.TURNING_INPUT), *self.normed,
+                *self.norms_backward, *self.backward_messages(total(mlp), total(half))]
 
     def backward_messages(self, mlp_s: float, attention_s: float) -> list[Cost]:
         """Costs matrices and gradients on their way beside so many seconds of the two halves."""

@@ -171,18 +171,16 @@ class UnitSeconds(UnitRates):
         self.forward_s, self.backward_s, self.sweep_s = map(total, (forward, backward, sweep))
         self.attention_kernels_s, self.messages_s = (total(forward + backward, part)
                                                      for part in (KERNELS, MESSAGES))
-        if isinstance(u, Metp):
-            self.groups_s = {"mid": total(u.rebuilt(0, 1, []))}
-            self.attention_s = total(u.rebuilt(1, 0, self.attend))
-        else:
-            self.groups_s, self.attention_s = u.groups_s, total(self.attend)
+        self.groups_s = u.groups_s
+        self.attention_s = total(u.rebuilt(1, 0, self.attend) if isinstance(u, Metp) else self.attend)
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         if not isinstance(self.unit, Metp):
             return super().recompute_s(missing)
-        attention, mid = ((r.stop - r.start) / self.rows if (r := missing.get(name)) else 0.0
-                          for name in (ATTENTION, "mid"))
-        return total(self.unit.rebuilt(attention, mid, self.attend))
+        parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
+        attention, projected = (parts.pop(name, 0.0) for name in (ATTENTION, self.unit.layer.projected))
+        others_s: float = sum(parts.get(group, 0.0) * s for group, s in self.groups_s.items())
+        return total(self.unit.rebuilt(attention, projected, self.attend)) + others_s
 
 
 class MeanSeconds(MeanRates):

@@ -54,16 +54,17 @@ def own_and_others(matmul: Matmul, own: Parts, visits: Visits) -> Iterator[Parts
     return chain([own], map(arrived, visits))
 
 
-def mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed, residual: torch.Tensor,
-                out: torch.Tensor) -> torch.Tensor:
-    """Writes out (n, C) = residual + the MLP of x without its last bias, where normed(r) gives rows r of x
-    (n, C). `own`: the rank's part of the matrices, which `visits` carries. Source: METP, algorithm 1."""
+def mlp_forward(matmul: Matmul, mlp: Mlp, own: Parts, visits: Visits, normed: Normed,
+                residual: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Writes out (n, C) = residual, if any, + the MLP of x without its last bias, where normed(r) gives rows
+    r of x (n, C). `own`: the rank's part of the matrices, which `visits` carries. Source: METP, 1."""
     for part in own_and_others(matmul, own, visits):
         ins, (w, _) = mlp.linears(part).values(), mlp.last_linear(part)
         for r in row_pieces(len(out)):  # nothing is as wide as F; of width F/p is a piece of rows
             hidden = hidden_of(matmul, matmul.rows(normed(r)[None]), ins, like=out[r])
             product = mlp.activated(hidden)  # (m, F/p)
-            matmul.forward(matmul.rows(product[None]), w, out[r][None], residual[r][None])
+            added = None if residual is None else residual[r][None]
+            matmul.forward(matmul.rows(product[None]), w, out[r][None], added)
             del hidden, product  # before the next piece's
         residual = out
         del part, ins, w  # before the next hop takes memory
@@ -184,18 +185,20 @@ def start_broadcasts(matmul: Matmul, axis: Axis, own: Parts, group: Heads, D: in
 
 
 class Projection:
-    """Computes out = x + a w^T + b, of a w (C, Q) of which each of p ranks holds its part (C, Q/p). The parts
-    of a (m, Q) get ready one after the other, and p pieces of w's rows come one after the other. Each column
-    of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's dtype."""
+    """Computes out = x, if any, + a w^T + b, of a w (C, Q) of which each of p ranks holds its part (C, Q/p).
+    The parts of a (m, Q) get ready one after the other, and p pieces of w's rows come one after the other.
+    Each column of `out` is the sum of the parts in order, whatever comes first: each sum rounds in the run's
+    dtype."""
 
-    def __init__(self, matmul: Matmul, axis: Axis, own: Operand, bias: torch.Tensor | None, x: torch.Tensor,
-                 a: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(self, matmul: Matmul, axis: Axis, own: Operand, bias: torch.Tensor | None,
+                 x: torch.Tensor | None, a: torch.Tensor, out: torch.Tensor) -> None:
         self.matmul, self.own, self.p = matmul, own, (p := axis.size)
         self.coming = Ahead(map(axis.start_gather, matmul.carried(own).tensor_split(p)))
         self.pieces = list[torch.Tensor]()  # of w, (p, C/p, Q/p)
         self.bias, self.parts, self.out = bias, a[None].chunk(p, 2), out
         self.ready = list[Operand]()  # the parts, as the products take them
-        self.columns = list(zip(x.tensor_split(p, 1), out.tensor_split(p, 1), strict=True))
+        residuals = [None] * p if x is None else x.tensor_split(p, 1)
+        self.columns = list(zip(residuals, out.tensor_split(p, 1), strict=True))
 
     def start(self, pieces: int) -> None:
         """Sends for the next pieces of w."""
@@ -212,7 +215,9 @@ class Projection:
             for j in range(new if i < new else 0, new + 1):
                 w = self.matmul.arrived(self.pieces[i][j], self.own)
                 for r in row_pieces(len(out)):
-                    self.matmul.forward(self.ready[j][:, r], w, out[r][None], (out if j else x)[r][None])
+                    added = out if j else x
+                    self.matmul.forward(self.ready[j][:, r], w, out[r][None],
+                                        None if added is None else added[r][None])
         if new + 1 == self.p and self.bias is not None:
             self.out += self.bias
 

@@ -1,7 +1,8 @@
 """A layer by METP, forward and backward written out by hand: the same mathematics as model.py,
 where the rank has rows of its own alone and the matrices come by (memo/layer/metp.py).
 
-    s         the skeletal activations: x, attn_out, lse, mid. The backward makes what lies between them again
+    s         the skeletal activations: x, attn_out, lse, mid, and what norms behind take. The backward makes
+              what lies between them again
     n, p      the rank's rows, and the ranks that share the parameters, and the tokens
     q, k, v   of one group of heads at a time: (n, Q/groups) and (n, KV/groups)
 
@@ -26,6 +27,7 @@ from memo.layer.activations import EVERY_ROW, NO_ROWS, Activations, Pieces, Weig
 from memo.layer.attend import Attention, LayerAttention, Ring, of_heads, start_keys
 from memo.layer.metp import Heads, Matrices, row_pieces
 from memo.layer.mlp import mlp_of
+from memo.layer.norms import Norms, Statistics
 from memo.parallel.mesh import Mesh
 from memo.parallel.tp import bias_backward
 from memo.parallel.visits import Ahead, Coming, Visits
@@ -40,10 +42,12 @@ class MetpBlock:
 
     def __init__(self, cfg: Config, w: Weights, dw: Weights, attention: tuple[Attention, Attention], ops: Ops,
                  mesh: Mesh) -> None:
-        self.w, self.dw, self.ops, self.tp, self.hops = w, dw, ops, mesh.weights, mesh.hops
+        self.w, self.dw, self.tp, self.hops = w, dw, mesh.weights, mesh.hops
+        self.norms = Norms(cfg, ops, w, dw)
         self.attention = LayerAttention(cfg, w, dw, attention, ops, mesh)
         self.matmul, self.mlp = matmul_of(cfg.matmul, ops.name), mlp_of(cfg, ops)
-        layer, self.eps, self.has_mean = layer_of(cfg), cfg.norm_eps, cfg.norm == "layernorm"
+        layer = layer_of(cfg)
+        self.projected = layer.projected
         self.groups = metp.groups_of_heads(layer.heads, layer.kv_heads, head_groups(cfg))
         self.early = makes_queries_early(cfg)
         # keys leave first; the last product of a group that waits for a message is that of the queries
@@ -58,39 +62,46 @@ class MetpBlock:
         visits = self.visits(own)  # the first matrices of the MLP come while attention computes
         # the norm's output lies in `out`, free until the MLP
         self.attention_half(s, own, out, EVERY_ROW)
+        self.add_projected(s, EVERY_ROW)
         return self.mlp_half(s, own, out, visits)
 
     def recompute(self, s: Activations, rows: dict[str, slice]) -> None:
-        r = rows.get("mid", NO_ROWS)
+        r = rows.get(self.projected, NO_ROWS)
         if len(s.attn_out[rows.get("attn_out", NO_ROWS)]):
             own = self.own_parts(*(self.names_of("q") if s.pieces else self.projections), "proj_w")
             self.attention_half(s, own, torch.empty_like(s.x), r, again=True)
-        elif len(s.mid[r]):
-            projection = self.projected(s, self.own_parts("proj_w"), r)
+        elif len(s.x[r]):
+            projection = self.projection(s, self.own_parts("proj_w"), r)
             projection.start(self.tp.size)
             for _ in range(self.tp.size):
                 projection.add()
+        self.add_projected(s, rows.get("mid", NO_ROWS))
+        r = rows.get("mlp_out", NO_ROWS)
+        if len(s.x[r]):
+            own = self.own_parts(*self.mlp_names)
+            self.mlp_product(s, own, None, s.mlp_out, self.visits(own), r)
 
     def sweep(self, s: Activations, x: torch.Tensor) -> None:
         names = self.names_of("kv")
         coming = self.broadcasts(self.own_parts(*names), names, lambda group: group.first)
-        normed = self.matmul.rows(self.normed("ln1", x, *self.statistics(x), EVERY_ROW)[None])
+        normed = self.matmul.rows(self.normed("ln1", x, self.norms.statistics(x), EVERY_ROW)[None])
         for heads, matrices in coming:
             self.fill_piece(s, normed, heads, matrices)
             del matrices  # before the next group's take memory
 
     def attention_half(self, s: Activations, own: dict[str, Operand], memory: torch.Tensor, r: slice,
                        again: bool = False) -> None:
-        """Makes attn_out and lse from x, and rows r of mid. `own`: see own_parts(); `memory` (n, C): for
-        the norm's output; `again`: the unit's own piece has been made. Source: METP, algorithms 3 and 4."""
+        """Makes attn_out and lse from x, and rows r of its projection. `own`: see own_parts(); `memory`
+        (n, C): for the norm's output; `again`: the unit's own piece has been made. Source: METP, algorithms 3
+        and 4."""
         names = self.names_of("q") if again and s.pieces else self.projections
-        projection = self.projected(s, own, r)
+        projection = self.projection(s, own, r)
 
         def behind(heads: Heads) -> None:  # a piece of the projection's matrix for each part of attn_out
             projection.start(self.begins_part(heads) + (heads is self.groups[-1]))
         coming = self.broadcasts(own, names, lambda group: group.first or not s.pieces, behind)
-        self.normed("ln1", s.x, *self.statistics(s.x), EVERY_ROW, memory)
-        normed = self.matmul.rows(memory[None])
+        normed = self.matmul.rows(
+            self.normed("ln1", s.x, self.norms.statistics(s.x), EVERY_ROW, memory)[None])
         ahead = self.groups_ahead(coming, s, normed)
 
         def meanwhile(done: int, left: int) -> None:
@@ -148,17 +159,31 @@ class MetpBlock:
             for name, place in zip("kv", own, strict=True):
                 self.one_made(name, s, normed, matrices, out=place.flatten(2).flatten(0, 1))
 
-    def projected(self, s: Activations, own: dict[str, Operand], r: slice) -> metp.Projection:
-        """Starts the projection: rows r of mid, from x and attn_out. Part by part of the ranks' heads, not
-        group by group as in the paper: there would be more sums."""
-        x, a, mid = s.x[r], s.attn_out[r], s.mid[r]
-        return metp.Projection(self.matmul, self.tp, own["proj_w"], self.w.proj_b, x, a, mid)
+    def projection(self, s: Activations, own: dict[str, Operand], r: slice) -> metp.Projection:
+        """Starts the projection: rows r of mid, from x and attn_out, or of what is normed before mid. Part by
+        part of the ranks' heads, not group by group as in the paper: there would be more sums."""
+        x, a, out = None if self.norms.behind else s.x[r], s.attn_out[r], s.tensors[self.projected][r]
+        return metp.Projection(self.matmul, self.tp, own["proj_w"], self.w.proj_b, x, a, out)
+
+    def add_projected(self, s: Activations, r: slice) -> None:
+        """Makes rows r of mid, where the projection has not."""
+        if self.norms.behind:
+            self.norms.add("post1", s.proj_out[r], s.x[r], out=s.mid[r])
 
     def mlp_half(self, s: Activations, own: dict[str, Operand], out: torch.Tensor,
                  visits: Visits) -> torch.Tensor:
         """Writes `out` (n, C), the next layer's x, from mid."""
-        normed = partial(self.normed, "ln2", s.mid, *self.statistics(s.mid))
-        metp.mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, s.mid, out)
+        if not self.norms.behind:
+            return self.mlp_product(s, own, s.mid, out, visits, EVERY_ROW)
+        self.mlp_product(s, own, None, s.mlp_out, visits, EVERY_ROW)
+        return self.norms.add("post2", s.mlp_out, s.mid, out)
+
+    def mlp_product(self, s: Activations, own: dict[str, Operand], residual: torch.Tensor | None,
+                    out: torch.Tensor, visits: Visits, r: slice) -> torch.Tensor:
+        """Writes rows r of `out` (n, C), residual + the MLP of mid."""
+        mid, out = s.mid[r], out[r]
+        normed = partial(self.normed, "ln2", mid, self.norms.statistics(mid))
+        metp.mlp_forward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, residual, out)
         _, bias = self.mlp.last_linear(own)
         return out if bias is None else out.add_(bias)
 
@@ -176,25 +201,27 @@ class MetpBlock:
     def mlp_half_backward(self, visits: Visits, own: dict[str, Operand], dy: torch.Tensor, s: Activations,
                           dx: torch.Tensor) -> Hop | None:
         """Writes the gradient of mid over dy. `dx` (n, C): memory. The Works: see metp_mlp_backward."""
-        w, dw = self.w, self.dw
-        mean, rstd = self.statistics(s.mid)
-        bias_backward(dy, self.mlp.last_linear(dw)[1])
-        normed = partial(self.normed, "ln2", s.mid, mean, rstd)
-        home = metp.mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dy,
-                                 self.mlp_parts(dw), dx)
-        self.ops.norm_backward(dy, dx, s.mid, mean, rstd, w.ln2_w, w.ln2_b, dw.ln2_w, dw.ln2_b, out=dy)
+        of, dout = self.norms.statistics(s.mid), dy
+        if self.norms.behind:
+            dout = self.norms.add_backward("post2", dy, s.mlp_out)
+        bias_backward(dout, self.mlp.last_linear(self.dw)[1])
+        normed = partial(self.normed, "ln2", s.mid, of)
+        home = metp.mlp_backward(self.matmul, self.mlp, self.mlp_parts(own), visits, normed, dout,
+                                 self.mlp_parts(self.dw), dx)
+        self.norms.backward("ln2", dy, dx, s.mid, of, out=dy)
         return home
 
     def attention_half_backward(self, coming: Ahead[Group], mlp_home: Hop | None, dy: torch.Tensor,
                                 s: Activations, dx: torch.Tensor) -> torch.Tensor:
         """Writes the gradient of x over s.x from dy, that of mid = x + attention(ln1 x). `dx` (n, C): memory.
         `mlp_home`: the MLP's last gradients, on their way meanwhile. Source: METP, algorithms 5 and 6."""
-        w, dw = self.w, self.dw
-        mean, rstd = self.statistics(s.x)
-        matmul, taken = self.matmul, self.matmul.gradients(dy[None])
+        of, dout = self.norms.statistics(s.x), dy
+        if self.norms.behind:
+            dout = self.norms.add_backward("post1", dy, s.proj_out)
+        matmul, taken = self.matmul, self.matmul.gradients(dout[None])
         # nothing needs mid any more
-        normed = matmul.rows(self.normed("ln1", s.x, mean, rstd, EVERY_ROW, s.mid)[None])
-        bias_backward(dy, dw.proj_b)
+        normed = matmul.rows(self.normed("ln1", s.x, of, EVERY_ROW, s.mid)[None])
+        bias_backward(dout, self.dw.proj_b)
         home = metp.Reductions(self.tp, self.dw, self.attention.head_dim)
         keys = self.groups_ahead(coming, s, normed)
         ahead = Ahead(map(partial(self.with_queries, taken, s, normed), keys))
@@ -224,10 +251,10 @@ class MetpBlock:
                                       add=heads.q.start > 0)
             del dqkv, qkv_w, matrices
             home.finish(before=heads)  # the group before's, beside this one
-        self.ops.norm_backward(dy, dx, s.x, mean, rstd, w.ln1_w, w.ln1_b, dw.ln1_w, dw.ln1_b, out=s.x)
+        self.norms.backward("ln1", dy, dx, s.x, of, out=s.x)
         home.finish()  # the last group's
         if mlp_home is not None:
-            torch._foreach_add_([*self.mlp_parts(dw).values()], mlp_home.wait())
+            torch._foreach_add_([*self.mlp_parts(self.dw).values()], mlp_home.wait())
         return s.x
 
     def with_queries(self, dy: Operand, s: Activations, normed: Operand,
@@ -319,15 +346,12 @@ class MetpBlock:
         """Views (attn_out (B, T, heads, D), lse (B, heads, T)) of a group."""
         return *(x[:, :, heads.q] for x in self.attention.heads(attn_out, like=lse)), lse[:, heads.q]
 
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes memory for a norm's (mean, rstd), (n,) fp32; RMSNorm has no mean."""
-        rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        return (torch.empty_like(rstd) if self.has_mean else None), rstd
-
-    def normed(self, name: str, x: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, r: slice,
+    def normed(self, name: str, x: torch.Tensor, of: Statistics, r: slice,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes rows r of the norm of x (n, C), and of its statistics. `out`: where to, by default new."""
+        """Computes rows r of the norm of x (n, C), and `of` its statistics; without such a norm they are x.
+        `out`: where to, by default new."""
+        if f"{name}_w" not in self.w:
+            return x[r]
         out = torch.empty_like(x[r]) if out is None else out
-        w, b = (self.w.get(f"{name}_{kind}") for kind in "wb")
-        self.ops.norm_forward(x[r], w, b, out, None if mean is None else mean[r], rstd[r], self.eps)
+        self.norms.forward(name, x[r], out, [t[r] for t in of])
         return out

@@ -45,7 +45,11 @@ class Norms:
 
     def backward(self, name: str, residual: torch.Tensor | None, dy: torch.Tensor, x: torch.Tensor,
                  of: Statistics, out: torch.Tensor) -> torch.Tensor:
-        """Writes residual + the gradient of x over `out`, which may be any of the three."""
+        """Writes residual + the gradient of x over `out`, which may be any of the three. Without such a norm
+        that gradient is dy."""
+        if f"{name}_w" not in self.w:
+            assert residual is not None
+            return torch.add(residual, dy, out=out)
         (w, b), (dw, db) = ([held.get(f"{name}_{kind}") for kind in "wb"] for held in (self.w, self.dw))
         *mean, rstd = of
         self.ops.norm_backward(residual, dy, x, mean[0] if mean else None, rstd, w, b, dw, db, out=out)
