@@ -13,7 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -695,3 +697,51 @@ def test_a_tied_model_may_be_stored_under_the_heads_name(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     got = dict(HfWeights(tmp_path, cfg))
     assert got.keys() == wanted.keys() and all(torch.equal(wanted[n], t) for n, t in got.items())
+
+
+@pytest.mark.slow
+def test_the_text_part_of_a_gemma_that_sees_pictures(tmp_path):
+    """With the few fields that its text part has, under both names of its weights; out as a text model."""
+    torch.manual_seed(5)
+    text = dict(hidden_size=32, intermediate_size=48, model_type="gemma3_text", num_hidden_layers=2,
+                rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=11)
+    small = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=V,
+                 max_position_embeddings=S, query_pre_attn_scalar=16)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+                  image_size=28, patch_size=14)
+    net = AutoModelForImageTextToText.from_config(Gemma3Config(
+        text_config=text | small, vision_config=vision))
+    net.eval().save_pretrained(tmp_path / "new")
+    config = dict(model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"],
+                  text_config=text | small, vision_config=vision, mm_tokens_per_image=1,
+                  boi_token_index=255999, eos_token_id=[1, 106],
+                  image_token_index=262144, initializer_range=0.02, torch_dtype="float32")
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config))
+    [tokens] = batches(1, V, S - 1)
+    convert.from_hf(tmp_path / "new", tmp_path / "out")
+    mine = memo_logits(load_model(tmp_path / "out", "cpu", "float32"), tokens)
+    assert (mine - logits(net, tokens)).abs().max() < 1e-5
+    convert.to_hf(tmp_path / "out", tmp_path / "back")
+    assert (mine - logits(reloaded(tmp_path / "back"), tokens)).abs().max() < 1e-5
+    assert fields(tmp_path / "back") == text | small | dict(
+        architectures=["Gemma3ForCausalLM"], eos_token_id=[1, 106], initializer_range=0.02,
+        torch_dtype="float32")
+    old = {n.replace("model.language_model.", "language_model.model."): t
+           for n, t in all_tensors(tmp_path / "new").items()}
+    (tmp_path / "new" / "model.safetensors").unlink()
+    save_file(old, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+    convert.from_hf(tmp_path / "new", tmp_path / "again")
+    assert torch.equal(mine, memo_logits(load_model(tmp_path / "again", "cpu", "float32"), tokens))
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config | dict(text_config=text)))
+    keys = model_keys(tmp_path / "new")
+    assert all(keys[memo] == getattr(Gemma3TextConfig(), field) for memo, field in dict(
+        n_head="num_attention_heads", n_kv_head="num_key_value_heads", head_dim="head_dim",
+        vocab_size="vocab_size", block_size="max_position_embeddings",
+        query_scalar="query_pre_attn_scalar").items())
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(bits=4))))
+    with pytest.raises(ConfigError, match="memo does not know quantization_config"):
+        model_keys(tmp_path / "new")
+    config["text_config"] = 3
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="text_config=3 must be an object"):
+        model_keys(tmp_path / "new")

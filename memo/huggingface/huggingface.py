@@ -48,6 +48,8 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
 PATTERN = "sliding_window_pattern"
+OF_PICTURES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
+               "image_token_index")
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 
 
@@ -128,16 +130,28 @@ FAMILIES = {
                                                       use_bidirectional_attention=(False,)),
         keys=without(LLAMA.keys, "query_scalar", "rope_local_theta") | dict(
             mlp="geglu", norms="both", qk_norm=True, scale_embeddings=True),
-        defaults=dict(num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
+        defaults=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, vocab_size=262208,
+                      max_position_embeddings=131072, query_pre_attn_scalar=256, sliding_window=4096,
                       rope_local_base_freq=1e4) | {PATTERN: 6})}
 
 
 # --- config.json -> memo's keys ---
 
+def fields_of(path: Path) -> JsonObject:
+    """Reads a config.json; of a Gemma 3 that sees pictures the text part. Errors: ConfigError."""
+    hf = load_json(path, GIVE_FOLDER)
+    if hf.get("model_type") != "gemma3":
+        return hf
+    if not isinstance(text := hf.get("text_config"), dict):
+        raise wrong(path, "text_config", text, "an object")
+    kind = dict(model_type="gemma3_text", architectures=["Gemma3ForCausalLM"])
+    return without(hf, "text_config", *OF_PICTURES) | text | kind
+
+
 def model_keys(folder: Path | str) -> JsonObject:
     """Reads memo's keys of the model in `folder`. Errors: ConfigError: a model that memo does not have."""
     path = Path(folder) / CONFIG
-    return keys_of(path, load_json(path, GIVE_FOLDER))
+    return keys_of(path, fields_of(path))
 
 
 def keys_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
@@ -209,7 +223,7 @@ def check_reach(folder: Path | str, S: int, W: int = 0, option: str = "--block_s
     path = Path(folder) / CONFIG
     if not path.exists():
         return
-    hf = load_json(path, GIVE_FOLDER)
+    hf = fields_of(path)
     keys, kind = keys_of(path, hf), hf["model_type"]
     window = keys["sliding_window"] if kind in BY_LAYER else window_of(
         path, hf, FAMILIES[kind].defaults.get("sliding_window"))
@@ -335,7 +349,7 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
 def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     """Makes the folder `own`'s config.json with what training as `cfg` has changed. Errors: ConfigError."""
     path = own / CONFIG
-    hf = load_json(path, GIVE_FOLDER)
+    hf = fields_of(path)
     own_keys = keys_of(path, hf)
     # the keys may be from before there was one
     if not cfg.sliding_window and own_keys.get("sliding_window", 0) >= cfg.block_size:

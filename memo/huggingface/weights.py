@@ -3,6 +3,7 @@ Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j an
 
 import errno
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ DAMAGED = OSError, RuntimeError, MemoryError, SafetensorError  # what reading a 
 SHARD_BYTES = 5 * 10**9
 COMPARED_ROWS = 2**12  # at once
 ROTATED = ("q", "k", "q_norm", "k_norm")  # Llama's parameters whose rows are pairs that rotate
+# of a Gemma 3 that sees pictures, as old and new versions of transformers name its parts
+OF_TEXT = re.compile(r"^(language_model\.model|model\.language_model)\.")
+OF_PICTURES = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old versions of transformers
 
 
@@ -127,12 +131,15 @@ def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for path, indexed in weight_files(folder).items():
         for tensor in tensors_in(path):
-            name = tensor.name.removeprefix(FAMILIES[kind].prefix)
+            indexed = indexed and indexed - {tensor.name}
+            name = OF_TEXT.sub("model.", tensor.name) if kind == "gemma3_text" else tensor.name
+            if kind == "gemma3_text" and OF_PICTURES.match(name):
+                continue
+            name = name.removeprefix(FAMILIES[kind].prefix)
             if name in stored:
                 raise ConfigError(f"{folder}: {name:.200} must be there once, not as {stored[name]} "
                                   f"and as {tensor}; {AGAIN}")
             stored[name] = tensor
-            indexed = indexed and indexed - {tensor.name}
         if indexed:
             raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
     wanted = {w.there: w for w in weights_of(cfg)}
