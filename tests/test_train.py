@@ -25,7 +25,7 @@ from memo.run.loggers import read_metrics
 from memo.run.state import lock
 from memo.system.command import run
 from model import Block
-from tests.helpers import LLAMA, ROOT, VOCAB, argv, losses
+from tests.helpers import GEMMA, LLAMA, OLMO, ROOT, VOCAB, argv, losses
 from train import learning_rate
 
 
@@ -290,7 +290,8 @@ def test_learning_rate_schedule(dataset, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, LLAMA | dict(n_head=4, qk_norm=True)], ids=["gpt", "llama"])
+@pytest.mark.parametrize("keys", [{}, LLAMA | dict(n_head=4, qk_norm=True), OLMO | dict(n_head=4),
+                                  GEMMA | dict(n_head=4)], ids=["gpt", "llama", "olmo", "gemma"])
 def test_the_cached_sampler_agrees_with_the_whole_forward(keys, dataset, tmp_path, capsys):
     train.main(argv(dataset, tmp_path, max_iters=40, **keys))
     model = sample.load_model(tmp_path, device="cpu")
