@@ -137,6 +137,7 @@ def fed(pp, N, layers=2, **keys):
     cfg = Layout(**SHAPE | dict(n_layer=pp * layers, pp=pp, subsequences=N, unit_order="subsequence",
                                 vocab_size=1, n_embd=512, batch_size=4) | keys)
     unit = SimpleNamespace(forward_s=1.0, backward_s=2.0, sweep_s=0.0, recompute_s=lambda missing: 0.0,
+                           of=lambda kind: unit,
                            attention_kernels_s=1.0, messages_s=0.0)
     layer = SimpleNamespace(units=[unit] * N, learned=1.0)
     stages = []
