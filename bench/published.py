@@ -133,6 +133,39 @@ GPT2 = dict(
     summary_use_proj=True,
     vocab_size=320,
 )
+CODE = dict(AutoConfig="configuration_phi3.Phi3Config", AutoModelForCausalLM="modeling_phi3.Phi3ForCausalLM")
+PHI3 = MISTRAL | dict(
+    architectures=["Phi3ForCausalLM"],
+    model_type="phi3",
+    attention_bias=False,
+    embd_pdrop=0.0,
+    resid_pdrop=0.0,
+    num_key_value_heads=4,
+    original_max_position_embeddings=128,
+    pad_token_id=PAD,
+    rope_scaling=None,
+    rope_theta=10000.0,
+    use_cache=True,
+)
+LONG = dict(
+    long_factor=[1.08, 1.11, 1.59, 3.23, 28.57, 50.34, 62.6, 64.8],
+    short_factor=[1.0, 1.02, 1.05, 1.1, 1.17, 1.82, 2.03, 2.84],
+    type="longrope",
+)
+PHI4 = dict(
+    full_attn_mod=1,
+    interpolate_factor=1,
+    lm_head_bias=False,
+    mlp_bias=False,
+    num_key_value_heads=2,
+    partial_rotary_factor=0.75,
+    rope_scaling=dict(
+        long_factor=[1, 1.118320672, 2.735880826, 32.03, 33.5, 47.77],
+        short_factor=[1.0] * 6,
+        type="longrope",
+    ),
+    tie_word_embeddings=True,
+)
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA
     | dict(
@@ -163,6 +196,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral-7B-v0.1": MISTRAL | dict(rope_theta=10000.0, sliding_window=64, use_cache=True),
     "Mistral-7B-Instruct-v0.3": MISTRAL | dict(use_cache=True),
     "Mistral-Nemo-Base-2407": MISTRAL | dict(head_dim=16, hidden_size=80, use_cache=True),
+    "Phi-3-mini-4k-instruct": PHI3 | dict(auto_map=CODE, sliding_window=20),
+    "Phi-3.5-mini-instruct": PHI3
+    | dict(auto_map=CODE, original_max_position_embeddings=32, rope_scaling=LONG, sliding_window=262144),
+    "Phi-4-mini-instruct": PHI3
+    | PHI4
+    | dict(
+        auto_map=CODE | dict(AutoTokenizer="Xenova/gpt-4o"),
+        original_max_position_embeddings=32,
+        sliding_window=262144,
+    ),
+    "phi-4": PHI3 | dict(num_key_value_heads=2, rope_theta=250000),
     "Yi-6B": LLAMA
     | dict(
         bos_token_id=1,

@@ -43,7 +43,15 @@ from memo.config.rope import parse_scaling
 from memo.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from memo.errors import CheckpointError, ConfigError, warn
 from memo.huggingface import huggingface, weights
-from memo.huggingface.huggingface import CONFIG, OWN, check_reach, model_keys, own_files, save_own_files
+from memo.huggingface.huggingface import (
+    CONFIG,
+    OWN,
+    check_reach,
+    family_of,
+    model_keys,
+    own_files,
+    save_own_files,
+)
 from memo.memory.flat import model_parameters
 from memo.memory.parameters import whole
 from memo.run.load_config import stored_config
@@ -87,9 +95,9 @@ def to_hf(out_dir: Path, hf_folder: Path, dtype: str = "float32") -> None:
         def read(name: str) -> torch.Tensor | None:
             return ckpt.tensor(f"params.{name}") if f"params.{name}" in stored else None
         end = (ckpt.config.get("tokenizer") or {}).get("end_of_document")
-        files, kind = description(out_dir, cfg, dtype, tokenizer, end), getattr(torch, dtype)
+        files = description(out_dir, cfg, dtype, tokenizer, end)
         hf_folder.mkdir(parents=True, exist_ok=True)
-        weights.save_weights(hf_folder, cfg, read, kind)
+        weights.save_weights(hf_folder, cfg, family_of(cfg, out_dir / OWN), read, getattr(torch, dtype))
         save_own_files(files, hf_folder)
         return cfg
     cfg = checkpoint.read_newest(out_dir, export)
@@ -112,7 +120,7 @@ def description(out_dir: Path, cfg: Config, dtype: str, tokenizer: Tokenizer | N
             of_tokenizer = load_json(source / TOKENIZER_CONFIG, "remove it")
             of_tokenizer |= dict(model_max_length=cfg.block_size)
     else:
-        ids: dict[str, int | None] = dict(bos_token_id=None, eos_token_id=None)
+        ids: dict[str, int | None] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         if tokenizer:
             files[TOKENIZER] = (out_dir / TOKENIZER).read_bytes()
             of_tokenizer = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False,

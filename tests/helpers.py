@@ -1,5 +1,6 @@
 """What several tests use."""
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -38,6 +39,13 @@ OLMO = LLAMA | dict(norms="behind", qk_norm=True, qk_norm_over="all")
 # norms on both sides, GeGLU, scaled embeddings and queries
 GEMMA = LLAMA | dict(norms="both", mlp="geglu", qk_norm=True, scale_embeddings=True, query_scalar=40,
                      tie_embeddings=True)
+
+
+def half_rotary(D, original=64):
+    """Keys of rotary positions as in Phi-4-mini: in half of the elements of heads of D, with LongRoPE."""
+    scaling = dict(rope_type="longrope", factor=4.0, original_max_position_embeddings=original,
+                   short_factor=[1.1] * (D // 4), long_factor=[1.5 + j for j in range(D // 4)])
+    return dict(partial_rotary_factor=0.5, rope_scaling=json.dumps(scaling))
 
 
 def gpt_layer(C, H):

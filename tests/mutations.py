@@ -282,8 +282,8 @@ MUTATIONS = [
              "return dict(params=self.master, exp_avg=self.exp_avg_sq, exp_avg_sq=self.exp_avg_sq)",
              "optimizer resume"),
     Mutation("exported-pairs-not-turned", "memo/huggingface/weights.py",
-             "stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)",
-             "stored.unflatten(0, (-1, w.D // 2, 2))", "export", LLAMA,
+             "stored[:, :w.R].unflatten(1, (2, -1)).transpose(1, 2)",
+             "stored[:, :w.R].unflatten(1, (-1, 2))", "export", LLAMA,
              "convert_llama_weights_to_hf permute rotary"),
 ]
 

@@ -27,7 +27,7 @@ def test_the_set_of_keys_is_frozen():
     assert list(KEYS) == """
         n_layer n_head n_embd block_size vocab_size n_kv_head head_dim n_inner norm norm_eps mlp bias
         qkv_bias norms qk_norm qk_norm_over query_scalar scale_embeddings tie_embeddings gelu position
-        rope_theta rope_scaling sliding_window layer_types rope_local_theta
+        rope_theta rope_scaling partial_rotary_factor sliding_window layer_types rope_local_theta
         dataset check_data allow_other_data documents pack batch_size gradient_accumulation_steps
         tp tensor_parallel head_groups cp context_parallel pp msp activation alpha alpha_mode
         subsequences subsequence_cut unit_order host_memory_gb pin_memory memory_plan memory_plan_check solver
@@ -81,6 +81,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "position=rope only, not position=learned; leave one of them out"),
     (["--rope_local_theta=500.0"], "rope_local_theta=500.0 goes with sliding layers only, and there is none; "
      "leave it out, or give a sliding_window"),
+    (["--position=learned", "--partial_rotary_factor=0.5"],
+     "partial_rotary_factor=0.5 goes with position=rope only, not position=learned; leave one of them out"),
     (["--rope_scaling=yarn"],
      'rope_scaling=\'yarn\' must be a JSON object, as in --rope_scaling=\'{"rope_type": "yarn", '
      '"factor": 4.0, "original_max_position_embeddings": 8192}\''),
@@ -384,7 +386,7 @@ def test_help_has_every_key_in_its_section(monkeypatch, columns):
 
 def test_every_preset_loads():
     presets = sorted((ROOT / "config").glob("*.py"))
-    assert len(presets) == 16
+    assert len(presets) == 17
     for path in presets:
         load_config([str(path)])
 
@@ -404,7 +406,8 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
 
 # parameters of the published weights, without biases for GPT-3, whose paper says 175.0B
 PUBLISHED = {"llama3_8b_1m": 8_030_261_248, "qwen3_8b_1m": 8_190_735_360, "llama2_7b_1m": 6_738_415_616,
-             "llama2_70b_1m": 68_976_648_192, "gpt_175b": 12 * 96 * 12288**2 + (50257 + 2 * 96 + 1) * 12288}
+             "llama2_70b_1m": 68_976_648_192, "phi4_mini_128k": 3_836_021_760,
+             "gpt_175b": 12 * 96 * 12288**2 + (50257 + 2 * 96 + 1) * 12288}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -518,4 +521,4 @@ def test_the_weights_of_a_checkpoint_depend_on_these_keys():
         "n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_inner",
         "norm", "norm_eps", "mlp", "bias", "qkv_bias", "norms", "qk_norm", "qk_norm_over", "query_scalar",
         "scale_embeddings", "tie_embeddings", "gelu", "position", "rope_theta", "rope_scaling",
-        "sliding_window", "layer_types", "rope_local_theta")
+        "partial_rotary_factor", "sliding_window", "layer_types", "rope_local_theta")

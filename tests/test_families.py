@@ -2,6 +2,7 @@
 and one line for all that memo does not have."""
 
 import json
+import re
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -32,10 +34,8 @@ from memo.config.layout import Layout
 from memo.data.tokens import train_tokenizer
 from memo.errors import ConfigError
 from memo.huggingface import weights
+from memo.huggingface.families import FAMILIES, GPT2, LLAMA
 from memo.huggingface.huggingface import (
-    FAMILIES,
-    GPT2,
-    LLAMA,
     check_reach,
     hf_config,
     keys_of,
@@ -70,6 +70,8 @@ SMALL = dict(vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_laye
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], partial_rotary_factor=0.5,
+                long_factor=[1, 2.5, 7])
 MODELS = {
     "llama, one kv head, tied, llama3": (LlamaConfig, dict(
         num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=LLAMA3)),
@@ -97,7 +99,11 @@ MODELS = {
         rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
     "smollm3, a layer without positions slides": (SmolLM3Config, dict(
         num_key_value_heads=2, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=12,
-        pad_token_id=None, rope_parameters=YARN))}
+        pad_token_id=None, rope_parameters=YARN)),
+    "phi3, in parts, longrope, tied": (Phi3Config, dict(
+        num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=None, rope_parameters=LONGROPE,
+        original_max_position_embeddings=16)),
+    "phi3, window": (Phi3Config, dict(num_key_value_heads=4, pad_token_id=None, sliding_window=9))}
 
 
 def hf_model(kind, **more):
@@ -204,7 +210,8 @@ def test_a_pack_is_transformers_with_a_block_diagonal_mask(tmp_path, name, N):
             sees[b, first:end, first:end] = torch.ones(end - first, end - first, dtype=torch.bool).tril()
     full, slides = (torch.zeros(2, 1, S, S).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
                     for seen in (sees, sees.triu(1 - (cfg.window or S))))
-    mask = dict(full_attention=full, sliding_attention=slides) if cfg.window else full
+    by_layer = dict(full_attention=full, sliding_attention=slides)
+    mask = by_layer if getattr(net.config, "layer_types", None) else slides
     theirs = net(tokens, attention_mask=mask, position_ids=positions).logits.flatten(0, 1)
     wanted = torch.nn.functional.cross_entropy(theirs, targets.flatten(), ignore_index=UNLEARNED)
     wanted.backward()
@@ -285,9 +292,11 @@ def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
 
 # --- tensor by tensor ---
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3"])  # the last has half a head of keys a rank
 def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
-    keys = GPT2.keys if family == "gpt2" else FAMILIES["qwen3"].keys | dict(n_kv_head=2, tie_embeddings=False)
+    own = dict(gpt2={}, qwen3=dict(n_kv_head=2, tie_embeddings=False),
+               phi3=dict(n_kv_head=1, tie_embeddings=False, partial_rotary_factor=0.5))
+    keys = FAMILIES[family].keys | own[family]
     cfg = Layout(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
     made = dict(perturbed_weights(cfg, "cpu"))
     optimizer = Optimizer(Model(GPT, cfg, "cpu", torch.float32), cfg)
@@ -304,8 +313,9 @@ def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
         assert torch.equal(torch.cat(both, p.split_dim) if p.split_dim is not None else both[0], whole[name])
         assert torch.equal(made[name], whole[name])
     split = sum(t.numel() for n, t in whole.items() if model_parameters(cfg)[n].split_dim is not None)
-    padding = 56 * 32 * (2 if family == "qwen3" else 1)
-    assert sum(read) == split - padding + 2 * (sum(t.numel() for t in whole.values()) - split)
+    padding = 56 * 32 * (1 if family == "gpt2" else 2)
+    halves = sum(t.numel() for n, t in whole.items() if n.endswith("k_w")) * (family == "phi3")
+    assert sum(read) == split - padding + halves + 2 * (sum(t.numel() for t in whole.values()) - split)
 
 
 def test_few_tensors_are_in_memory_at_once(tmp_path, monkeypatch, hf):
@@ -416,10 +426,19 @@ GEMMA = dict(model_type="gemma3_text", hidden_act=None, rope_parameters=None, la
     (dict(layer_types=["chunked_attention"] * 2), "layer_types=.* must be full_attention or"),
     (dict(layer_types=5), "layer_types=5 must be full_attention"), (dict(layer_types=[[]]), "layer_types="),
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
-     "rope_type='dynamic' must be one of linear, llama3, yarn"),
+     "rope_type='dynamic' must be one of default, linear, llama3, yarn, longrope"),
     (dict(rope_parameters=dict(rope_type="yarn")), "rope_parameters: rope_type=yarn needs factor"),
     (dict(rope_parameters=dict(partial_rotary_factor=0.25)), "partial_rotary_factor=0.25 must be 1.0"),
     (dict(rope_parameters=YARN, original_max_position_embeddings=8), "=8 differs from 16 in rope_parameters"),
+    (dict(model_type="phi3", rope_parameters=LLAMA3),
+     "rope_parameters: rope_type='llama3' must be one of default, longrope, su, yarn"),
+    (dict(model_type="phi3", rope_parameters=dict(rope_type="su", short_factor=[1], long_factor=[1])),
+     "rope_scaling's short_factor has 1 numbers, must have 6"),
+    (dict(model_type="phi3", rope_parameters=dict(rope_type="su", short_factor=[1], long_factor=[0])),
+     "long_factor=.0. must be a list of numbers, above 0 and"),
+    (dict(model_type="phi3", partial_rotary_factor=0.25), "partial_rotary_factor=0.25 of head_dim=12"),
+    (dict(model_type="phi3", rope_parameters=dict(partial_rotary_factor=0.5), partial_rotary_factor=0.75),
+     "partial_rotary_factor=0.75 differs from 0.5"),
     (dict(rope_parameters=YARN | dict(beta_slow=0)), "beta_slow=0 must be a number, above 0"),
     (dict(rope_parameters=YARN, rope_scaling=LLAMA3), "rope_scaling=.* differs from rope_parameters"),
     (dict(rope_parameters=[1]), r"rope_parameters=\[1\] must be an object"),
@@ -506,6 +525,9 @@ def test_folders_that_do_not_fit(tmp_path, hf, capsys, change, message):
     (dict(qkv_bias=True, qk_norm=True), "qkv_bias=True must be False for to-hf .Qwen3ForCausalLM"),
     (dict(norm="layernorm"), "norm=layernorm must be rmsnorm for to-hf"),
     (dict(norms="behind", qk_norm=True), "qk_norm_over=head must be all for to-hf .Olmo2ForCausalLM"),
+    (dict(partial_rotary_factor=0.5, qk_norm=True), "partial_rotary_factor=0.5 must be 1.0 for to-hf .Qwen3"),
+    (dict(partial_rotary_factor=0.5, rope_scaling='{"rope_type": "linear", "factor": 2}'),
+     "rope_type=linear must be longrope for to-hf .Phi3ForCausalLM"),
     (dict(position="learned"), "position=learned must be rope for to-hf"),
     (dict(mlp="gelu"), "position=rope must be learned for to-hf .GPT-2"),
     (dict(mlp="gelu", norm="layernorm", position="learned", n_kv_head=1), "n_kv_head=1 must be 2 for to-hf"),
@@ -531,19 +553,25 @@ def test_untied_gpt2_and_another_mlp(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_dataset_may_have_a_smaller_vocabulary(tmp_path, dataset):
-    net = hf_model(Qwen3Config, vocab_size=VOCAB + 30, head_dim=16, num_key_value_heads=1)
+def test_a_dataset_may_have_a_smaller_vocabulary(tmp_path, dataset, capsys):
+    net = hf_model(Phi3Config, vocab_size=VOCAB + 30, num_key_value_heads=1, pad_token_id=None,
+                   rope_parameters=LONGROPE, original_max_position_embeddings=16)
     net.save_pretrained(tmp_path / "hf")
     given = argv(dataset, tmp_path / "out", max_iters=2, eval_interval=0)
     keys = dict(arg[2:].split("=", 1) for arg in given)
     assert main([f"--{k}={v}" for k, v in keys.items() if not k.startswith("n_")]
                 + [f"--init_from=hf:{tmp_path / 'hf'}"]) == 0
     assert load_model(tmp_path / "out").cfg.vocab_size == VOCAB + 30
+    assert re.search("longrope's long_factor: block_size=[0-9]+ beside .*=16\n", capsys.readouterr().out)
 
 
 # --- the files that came with a model ---
 
 COMMON = {k: v for k, v in SMALL.items() if "token_id" not in k} | dict(num_key_value_heads=2)
+CODE = dict(AutoConfig="configuration_phi3.Phi3Config", AutoModelForCausalLM="modeling_phi3.Phi3ForCausalLM")
+MINI = dict(attention_bias=False, attention_dropout=0.0, bos_token_id=1, embd_pdrop=0.0, eos_token_id=2,
+            hidden_act="silu", initializer_range=0.02, pad_token_id=2, resid_pdrop=0.0, rms_norm_eps=1e-5,
+            rope_theta=10000.0, torch_dtype="float32", transformers_version="4.45.0", use_cache=True)
 CAME = {  # fields in forms in which they are published
     "llama": COMMON | dict(
         bos_token_id=0, eos_token_id=[1, 3, 2], pad_token_id=4, rope_theta=5e5, torch_dtype="float32",
@@ -571,6 +599,15 @@ CAME = {  # fields in forms in which they are published
         query_pre_attn_scalar=32, rms_norm_eps=1e-06, rope_local_base_freq=10000, rope_scaling=None,
         rope_theta=1000000, sliding_window=11, sliding_window_pattern=6, torch_dtype="float32",
         transformers_version="4.50.0.dev0", use_cache=True),
+    "phi3": COMMON | MINI | dict(  # Phi-4-mini-instruct
+        auto_map=dict(CODE, AutoTokenizer="Xenova/gpt-4o"), full_attn_mod=1, interpolate_factor=1,
+        lm_head_bias=False, mlp_bias=False, partial_rotary_factor=0.75, original_max_position_embeddings=16,
+        rope_scaling=dict(long_factor=[1, 1.118320672, 1.250641126, 32.03, 44.16, 47.77],
+                          short_factor=[1.0] * 6, type="longrope"),
+        hidden_size=64, sliding_window=262144, tie_word_embeddings=True),
+    "phi3, window": COMMON | MINI | dict(  # Phi-3-mini-4k-instruct
+        auto_map=CODE, original_max_position_embeddings=S, rope_scaling=None, sliding_window=20,
+        tie_word_embeddings=False),
     "gpt2": dict(vocab_size=V, n_embd=48, n_head=4, n_layer=2, n_positions=S, n_ctx=S, n_special=0,
                  activation_function="gelu_new", predict_special_tokens=True, torch_dtype="float32")}
 FILES = {"generation_config.json": b'{"temperature": 0.6}', "tokenizer.model.v3": b"\0\1",
@@ -581,7 +618,7 @@ def came(folder, kind):
     """A model in `folder` whose config.json has just the fields of CAME, with files beside it."""
     (folder / "additional_chat_templates").mkdir(parents=True)
     config = folder / "config.json"
-    CAME[kind]["model_type"] = kind
+    CAME[kind]["model_type"] = kind.split(",")[0]
     config.write_text(json.dumps(CAME[kind]))
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     config.write_text(json.dumps(CAME[kind]))
@@ -610,15 +647,16 @@ def test_a_models_own_files_and_fields_come_back(tmp_path, kind):
     assert (mine - logits(reloaded(there), tokens)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo3", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo3", "gemma3_text", "gpt2", "phi3", "phi3, window"])
 def test_what_training_changed_is_written_over_the_fields_that_came(tmp_path, kind):
     came(tmp_path, kind)
     keys = model_keys(tmp_path)
     lengths = ("max_position_embeddings", "n_positions", "n_ctx")
     length = {name: S // 2 for name in CAME[kind] if name in lengths}
     made = overlaid(tmp_path, Layout(**keys | dict(block_size=S // 2)), "bfloat16")
-    rope = {} if kind != "qwen3" else {name: made[name] for name in ("rope_scaling", "rope_parameters")}
-    # where the length of before was not written, it is now, and nothing else beside the length
+    rope = {} if kind not in ("qwen3", "phi3") else {
+        name: made[name] for name in ("rope_scaling", "rope_parameters")}
+    # where the length of before, or the factor, was not written, it is now; nothing else beside the length
     assert {k: v for k, v in made.items() if v != CAME[kind].get(k)} == length | rope | dict(
         torch_dtype="bfloat16")
     assert keys_of(tmp_path, made) == keys | dict(block_size=S // 2)

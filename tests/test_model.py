@@ -19,7 +19,7 @@ from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
 from testing.gradients import worst_gradient
-from tests.helpers import GEMMA, LLAMA, OLMO, error, perturbed_weights, random_batch
+from tests.helpers import GEMMA, LLAMA, OLMO, error, half_rotary, perturbed_weights, random_batch
 
 YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}'
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -69,7 +69,7 @@ def test_gradients_match_autograd(position, bias, B, D, dtype, limit, device):
 @pytest.mark.parametrize("keys", [
     LLAMA, LLAMA | dict(n_kv_head=1, head_dim=0, tie_embeddings=True),
     LLAMA | dict(n_kv_head=4, qkv_bias=True), LLAMA | dict(head_dim=32, qk_norm=True, rope_theta=1e6),
-    LLAMA | dict(qk_norm=True, qkv_bias=True, head_dim=8),
+    LLAMA | half_rotary(8) | dict(qk_norm=True, qkv_bias=True, head_dim=8), LLAMA | half_rotary(24, 129),
     LLAMA | dict(rope_scaling=YARN), dict(norm="rmsnorm", qk_norm=True), OLMO, OLMO | dict(head_dim=8),
     dict(norms="both", bias=True), GEMMA,
     dict(mlp="swiglu", n_kv_head=2, position="learned")], ids=str)

@@ -20,7 +20,7 @@ from memo.states.passes import Model
 from memo.system.axis import Axis
 from model import GPT
 from testing.ranks import pool
-from tests.helpers import GEMMA, LLAMA, OLMO, degrees_of, mesh_of, step
+from tests.helpers import GEMMA, LLAMA, OLMO, degrees_of, half_rotary, mesh_of, step
 from tests.layouts import build, layout_keys, make_small, on_ranks, relative_error
 
 CPU = torch.device("cpu")
@@ -30,8 +30,10 @@ KEYS = dict(n_layer=3, n_head=8, n_embd=64, vocab_size=150, block_size=S)
 FAMILIES = {"rope": dict(batch_size=8, block_size=256),
             "learned": dict(position="learned", bias=True, gelu="tanh", batch_size=8, block_size=256),
             # H D between C and F, and below C: the gradient of attention's output has another's place then
-            "llama": LLAMA | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=8, block_size=256),
-            "qwen": LLAMA | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=4, block_size=512),
+            "llama": LLAMA | half_rotary(12) | dict(n_kv_head=4, head_dim=12, qkv_bias=True, batch_size=8,
+                                                    block_size=256),
+            "qwen": LLAMA | half_rotary(4) | dict(n_kv_head=4, head_dim=4, qk_norm=True, batch_size=4,
+                                                  block_size=512),
             "olmo": OLMO | dict(n_kv_head=4, batch_size=4, block_size=512),
             "gemma": GEMMA | dict(batch_size=4, block_size=512),
             "behind": OLMO | dict(qk_norm_over="head", batch_size=4, block_size=512)}

@@ -18,6 +18,7 @@ from tests.helpers import (
     LLAMA,
     changed_places,
     degrees_of,
+    half_rotary,
     lacking,
     refusal,
     unaware,
@@ -150,7 +151,7 @@ def test_a_stage_has_the_layers_behind_those_of_the_stage_before():
 KEYS = dict(n_layer=5, n_head=4, n_embd=64, vocab_size=150, block_size=512, unit_order="subsequence")
 FAMILIES = {"gpt": dict(position="learned", bias=True, gradient_accumulation_steps=3),
             "rope": dict(batch_size=2, gradient_accumulation_steps=2),
-            "llama": LLAMA | dict(qkv_bias=True, batch_size=2)}
+            "llama": LLAMA | half_rotary(24) | dict(qkv_bias=True, batch_size=2)}
 MODES = {"keep": {}, "recompute": {}, "swap": {}, "memo": dict(alpha=0.5)}
 
 

@@ -12,13 +12,13 @@ from memo.schedule.streams import CpuStream, Streams, Timeline, close_streams, o
 from memo.states.passes import Model
 from model import GPT
 from testing.turns import COPIES, SHAPE, shuffle, streams_by_turns
-from tests.helpers import LLAMA, OLMO, perturbed_weights, random_batch
+from tests.helpers import LLAMA, OLMO, half_rotary, perturbed_weights, random_batch
 
 CPU = torch.device("cpu")
 FAMILIES = {
     "gpt2": dict(n_head=2, position="learned", bias=True, gelu="tanh"), "gpt2 rotary": dict(n_head=1),
     "llama": LLAMA | dict(n_head=4), "olmo": OLMO | dict(n_head=4),
-    "normed heads": LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True, qkv_bias=True)}
+    "normed heads": LLAMA | half_rotary(24) | dict(n_head=4, n_kv_head=1, qk_norm=True, qkv_bias=True)}
 LAYERS, ALPHAS = (1, 2, 3, 5), (0.0, 0.5, 1.0)
 
 

@@ -17,10 +17,13 @@ from tests.helpers import CPU, GEMMA, LLAMA, OLMO, perturbed_weights, random_bat
 SHAPE = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=211, block_size=129)
 FAMILIES_HERE = [dict(position="learned", bias=True, gelu="tanh"), LLAMA,
                  LLAMA | dict(qk_norm=True, qkv_bias=True, tie_embeddings=True), OLMO, GEMMA]
+LISTS = dict(short_factor=[1 + j / 9 for j in range(32)], long_factor=[2.5 + j for j in range(32)])
 SCALINGS = [dict(rope_type="linear", factor=4.0),
             dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                  original_max_position_embeddings=64),
-            *(dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) | more
+            *(dict(rope_type="longrope", factor=4.0, original_max_position_embeddings=length) | LISTS
+             for length in (128, 129)),
+           *(dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64) | more
               for more in ({}, dict(truncate=False, beta_fast=16), dict(attention_factor=1.3),
                            dict(mscale=1.0, mscale_all_dim=0.7)))]
 
@@ -84,11 +87,13 @@ def test_weights_that_are_not_the_models_are_refused():
         Reference(cfg).load([("head_w", weights["wte"])])
 
 
+@pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("scaling", [{}, *SCALINGS], ids=str)
-def test_frequencies_are_those_of_memo(scaling):
-    cfg = Layout(**SHAPE, head_dim=64, rope_theta=5e5, rope_scaling=json.dumps(scaling) if scaling else "")
+def test_frequencies_are_those_of_memo(scaling, part):
+    cfg = Layout(**SHAPE, head_dim=int(64 / part), partial_rotary_factor=part, rope_theta=5e5,
+                 rope_scaling=json.dumps(scaling) if scaling else "")
     found, factor = rotary_frequencies(cfg, cfg.kinds[0].rope)
-    multipliers, want = scaled(64, 5e5, parse_scaling(cfg.rope_scaling))
+    multipliers, want = scaled(64, 5e5, parse_scaling(cfg.rope_scaling), 129)
     plain = torch.tensor([5e5 ** (-2 * j / 64) for j in range(32)], dtype=torch.float64)
     assert torch.allclose(found, plain * torch.tensor(multipliers, dtype=torch.float64), rtol=1e-12, atol=0)
     assert abs(factor - want) < 1e-12 and (not scaling or not torch.allclose(found, plain))
@@ -100,14 +105,19 @@ ALIKE = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_la
 NETS = {"GPT2Config": dict(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=4),
         "LlamaConfig": ALIKE | LENGTH | dict(num_key_value_heads=2, head_dim=20),
         "Qwen2Config": ALIKE | dict(num_key_value_heads=4, tie_word_embeddings=True),
-        "Qwen3Config": ALIKE | LENGTH | dict(num_key_value_heads=1, head_dim=16)}
+        "Qwen3Config": ALIKE | LENGTH | dict(num_key_value_heads=1, head_dim=16),
+        **{f"Phi3Config of {length}": ALIKE | dict(
+            num_key_value_heads=2, pad_token_id=None, max_position_embeddings=256,
+            original_max_position_embeddings=length, rope_parameters=dict(
+                rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.7, long_factor=[1.5, 3, 4, 7],
+                short_factor=[1, 1.1, 1.2, 1.3])) for length in (63, 64)}}
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**NETS[name]),
+    net = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name.split()[0])(**NETS[name]),
                                                         attn_implementation="eager").eval()
     for p in net.parameters():
         p.data += 0.1 * torch.randn_like(p)
@@ -120,10 +130,10 @@ def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
     want = -logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).mean()
     want.backward()
     assert abs(loss - want.item()) < 1e-6  # transformers rotates and norms in fp32
-    theirs, prefix = dict(net.named_parameters()), FAMILIES[family_of(cfg)].prefix
-    for w in weights_of(cfg):
-        g = theirs[w.there if w.there in theirs else prefix + w.there].grad
+    theirs, kind = dict(net.named_parameters()), family_of(cfg, tmp_path)
+    for w in weights_of(cfg, kind):
+        g = theirs[w.there if w.there in theirs else FAMILIES[kind].prefix + w.there].grad
         n = min(len(gradients[w.name]), w.shape[-1 if w.transposed else 0])
         part = g[:, w.first:w.first + n] if w.transposed else g[w.first:w.first + n]
-        ours, part = alike(w, gradients[w.name][:n], part)
-        assert (ours - part).norm() <= 1e-5 * g.norm(), w.name
+        for ours, same in alike(w, gradients[w.name][:n], part):
+            assert (ours - same).norm() <= 1e-5 * g.norm(), w.name

@@ -36,6 +36,7 @@ from tests.helpers import (
     costs_of,
     error,
     gpt_layer,
+    half_rotary,
     perturbed_weights,
     random_batch,
     resident_bytes,
@@ -130,8 +131,8 @@ def test_chunk_by_chunk_and_group_by_group_alike(S, dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     dict(position="learned", bias=True, gelu="tanh"), dict(position="learned"), dict(bias=True),
-    LLAMA | dict(n_head=4), LLAMA | dict(n_head=4, qk_norm=True, qkv_bias=True), OLMO | dict(n_head=4),
-    GEMMA | dict(n_head=4, matmul="fp8"),
+    LLAMA | dict(n_head=4), LLAMA | half_rotary(24) | dict(n_head=4, qk_norm=True, qkv_bias=True),
+    OLMO | dict(n_head=4), GEMMA | dict(n_head=4, matmul="fp8"),
     dict(bias=True, matmul="fp8"), LLAMA | dict(n_head=4, matmul="fp8")], ids=str)
 def test_other_families_alike(keys):
     keep = trained(8, 256, torch.float32, 2, activation="keep", **keys)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from memo.config.config import Config
+from memo.config.rope import parse_scaling, used_factors
 from memo.data.batch import open_dataset
 from memo.errors import ConfigError, RunFailed
 from memo.layer.tiles import RowOrder
@@ -36,10 +37,16 @@ def test_a_preset_is_cut_and_keeps_its_structure(preset):
     world = cfg.tp * cfg.cp * (1 if cfg.pp == "auto" else cfg.pp)
     small, _, split, n, cut = shrink(cfg, world)  # whose rules Config checks
     assert n == small.tp * small.cp * small.pp <= 8 and split in (32, 256)
-    for key in ("n_head", "kv_heads", "norm", "mlp", "bias", "position", "rope_scaling", "tie_embeddings",
+    for key in ("n_head", "kv_heads", "norm", "mlp", "bias", "position", "tie_embeddings",
                 "alpha", "documents", "pack", "tensor_parallel", "context_parallel", "activation", "msp",
                 "states"):
         assert getattr(small, key) == getattr(cfg, key)
+    before, after = (parse_scaling(keys.rope_scaling) for keys in (cfg, small))
+    if before.get("rope_type") == "longrope":  # fewer pairs have numbers, of the same list
+        used = used_factors(before, cfg.block_size)
+        assert used == used_factors(after, small.block_size) and {*after[used]} < {*before[used]}
+    else:
+        assert before == after
     for key in ("tp", "cp", "pp"):
         assert (getattr(small, key) > 1) == (getattr(cfg, key) not in (1, "auto"))
     assert small.block_size <= 8192 and small.n_embd <= 1024

@@ -2,14 +2,14 @@
 the keys, what they must obey, why, and a remedy. memo/config/settings.py says what a key may be by itself."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import takewhile
 
 from memo.config.formulas import parameters
-from memo.config.keys import Keys, check_value, shown
+from memo.config.keys import Keys, Value, check_value, shown
 from memo.config.layer import head_groups, possible_groups
-from memo.config.rope import parse_scaling
+from memo.config.rope import FACTORS, parse_scaling
 from memo.config.settings import FP8_MULTIPLE, Settings, layer_names
 from memo.errors import ConfigError
 
@@ -53,13 +53,14 @@ def broken_rules(cfg: Settings) -> Iterator[str]:
         yield f"gelu={cfg.gelu} goes with mlp=gelu only; leave one of them out"
     if cfg.qk_norm_over != "head" and not cfg.qk_norm:
         yield f"qk_norm_over={cfg.qk_norm_over} goes with qk_norm=True only; leave one of them out"
-    scaling = parse_scaling(cfg.rope_scaling)
+    scaling, part = parse_scaling(cfg.rope_scaling), cfg.partial_rotary_factor
     if scaling.get("rope_type") == "yarn" and cfg.rope_theta == 1:
         yield ("rope_theta=1.0 must be above 1 for rope_type=yarn (all pairs turn equally fast); raise it, "
                "or give rope_type linear")
-    if scaling and cfg.position != "rope":
-        yield (f"rope_scaling goes with position=rope only, not position={cfg.position}; leave one of them "
-               "out")
+    if (scaling or part != 1) and cfg.position != "rope":
+        name = "rope_scaling" if scaling else f"partial_rotary_factor={part}"
+        yield f"{name} goes with position=rope only, not position={cfg.position}; leave one of them out"
+    yield from broken_by_factors(cfg, scaling)
     yield from broken_by_kinds(cfg)
     yield from broken_by_sizes(cfg)
     yield from broken_by_layout(cfg)
@@ -134,6 +135,18 @@ def broken_by_kinds(cfg: Settings) -> Iterator[str]:
                "(queries are scaled there); leave it out")
     if 0 < local < 1:
         yield f"rope_local_theta={local} must be 0 or at least 1; raise it"
+
+
+def broken_by_factors(cfg: Settings, scaling: Mapping[str, Value]) -> Iterator[str]:
+    """Checks that pairs of elements rotate, and that each has its factor."""
+    R, part = cfg.rotary_width, cfg.partial_rotary_factor
+    if part != 1 and (R < 2 or R % 2):
+        yield (f"partial_rotary_factor={part} of head_dim={cfg.head_width} elements are {R}, which must be "
+               f"even and at least 2 (they rotate in pairs); try {max(2, R - R % 2) / cfg.head_width}")
+    for name in FACTORS:
+        if name in scaling and len(scaling[name]) != R // 2:
+            yield (f"rope_scaling's {name} has {len(scaling[name])} numbers, must have {R // 2} (one for "
+                   "each pair of a head's elements that rotates); give the model's own")
 
 
 def broken_by_sizes(cfg: Settings) -> Iterator[str]:

@@ -15,7 +15,7 @@ from memo.errors import ConfigError
 Value = Any
 Keys = dict[str, Value]  # by name
 
-MOST_VALUE_CHARS = 1000  # of a text
+MOST_VALUE_CHARS = 1000  # of a text, unless it says otherwise
 # characters that break a line, or cannot be printed
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 MOST_COLUMNS = 110
@@ -24,8 +24,8 @@ MOST_COLUMNS = 110
 def key(default: Value, help: str, *, section: str = "", choices: Sequence[str] = (),
         least: float | None = None, below: float | None = None, most: float | None = None,
         why: str = "", auto: bool = False) -> Value:
-    """Makes a key. `why`: the reason of `below` or `most`. A text's `least` counts characters. A number may
-    be "auto" with `auto`, or by default. `section`: a heading of this key and those that follow."""
+    """Makes a key. `why`: the reason of `below` or `most`. A text's `least` and `most` count characters. A
+    number may be "auto" with `auto`, or by default. `section`: a heading of this and the next keys."""
     return field(default=default, metadata=dict(help=help, section=section, choices=choices, least=least,
                                                 below=below, most=most, why=why, auto=auto))
 
@@ -74,8 +74,9 @@ def check_value(f: Field[Value], value: Value) -> None:
     if f.type is str:
         if len(value) < (m["least"] or 0):
             raise refused("must not be empty; leave it out, or give one")
-        if len(value) > MOST_VALUE_CHARS or CONTROL.search(value):
-            raise refused(f"must be one line of at most {MOST_VALUE_CHARS} characters, all of them printable")
+        most = m["most"] or MOST_VALUE_CHARS
+        if len(value) > most or CONTROL.search(value):
+            raise refused(f"must be one line of at most {most} characters, all of them printable")
         return
     if f.type is float and value in (float("inf"), float("-inf")):
         raise refused("must be finite")

@@ -1,9 +1,11 @@
 """Rotary positions beyond the length that a model was trained at: `rope_scaling`, as a config.json of Hugging
 Face writes it. Without torch.
 
-Each scaling multiplies the frequency of every pair by a number of its own, and YaRN the rotated vectors by
-one more. Source: position interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), Llama 3.1 (arXiv
-2407.21783, and the reference code of its release)."""
+Each scaling multiplies the frequency of every pair by a number of its own; YaRN and LongRoPE the rotated
+vectors by one more. LongRoPE has two lists of numbers, and block_size chooses: long_factor above the original
+length. (transformers chooses by the length of each input.) Source: position interpolation (arXiv 2306.15595),
+YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753), Llama 3.1 (arXiv 2407.21783, and the reference code of
+its release)."""
 
 import json
 import math
@@ -19,8 +21,11 @@ SCALINGS: dict[str, dict[str, float | None]] = {
                    original_max_position_embeddings=None),
     "yarn": dict(factor=None, original_max_position_embeddings=None, attention_factor=0.0, beta_fast=32.0,
                  beta_slow=1.0, mscale=0.0, mscale_all_dim=0.0, truncate=True),
+    "longrope": dict(factor=None, original_max_position_embeddings=None, short_factor=None, long_factor=None,
+                     attention_factor=0.0),
 }
-LEAST = dict(factor=1, original_max_position_embeddings=1)
+FACTORS = "short_factor", "long_factor"  # lists, a number for each pair
+LEAST = dict(factor=1, original_max_position_embeddings=2)
 ASCENDING = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 MAY_BE_0 = ("mscale", "mscale_all_dim")  # which then count for nothing
 EXAMPLE = ('as in --rope_scaling=\'{"rope_type": "yarn", "factor": 4.0, '
@@ -60,10 +65,11 @@ def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
         if name == "truncate":
             right, rule = type(value) is bool, "true or false"
         else:
-            least = LEAST.get(name, 0)
-            right = type(value) in (int, float) and least <= value < 2**31 and (value or name in MAY_BE_0)
+            least, numbers = LEAST.get(name, 0), value if name in FACTORS else [value]
+            right = isinstance(numbers, list) and all(
+                type(n) in (int, float) and least <= n < 2**31 and (n or name in MAY_BE_0) for n in numbers)
             bound = f"at least {least}" if least or name in MAY_BE_0 else "above 0"
-            rule = f"a number, {bound} and below 2**31"
+            rule = f"{'a list of numbers' if name in FACTORS else 'a number'}, {bound} and below 2**31"
         if not right:
             raise ConfigError(f"{where}: {name}={value!r:.100} must be {rule}")
     scaling = dict(rope_type=kind, **known | given)
@@ -74,8 +80,22 @@ def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
     return scaling
 
 
-def scaled(D: int, theta: float, scaling: Mapping[str, Value]) -> tuple[list[float], float]:
-    """Computes ([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies rotated vectors)."""
+def used_factors(scaling: Mapping[str, Value], S: int) -> str:
+    """Chooses between LongRoPE's lists for sequences of S tokens."""
+    return FACTORS[scaling["original_max_position_embeddings"] < S]
+
+
+def said_factors(scaling: Mapping[str, Value], S: int) -> list[str]:
+    """Lists a line that says which list it is, where there are two."""
+    if scaling.get("rope_type") != "longrope":
+        return []
+    return [f"longrope's {used_factors(scaling, S)}: block_size={S} beside original_max_position_embeddings="
+            f"{scaling['original_max_position_embeddings']}"]
+
+
+def scaled(D: int, theta: float, scaling: Mapping[str, Value], S: int) -> tuple[list[float], float]:
+    """Computes ([what multiplies the frequency theta^(-2j/D) of pair j], what multiplies rotated vectors), of
+    heads of which D elements rotate, for sequences of S tokens."""
     pairs = range(D // 2)
     match scaling.get("rope_type"):
         case None:
@@ -84,6 +104,8 @@ def scaled(D: int, theta: float, scaling: Mapping[str, Value]) -> tuple[list[flo
             return [1 / scaling["factor"]] * len(pairs), 1.0
         case "llama3":
             return [llama3_multiplier(theta ** (-2 * j / D), scaling) for j in pairs], 1.0
+        case "longrope":
+            return [1 / slower for slower in scaling[used_factors(scaling, S)]], attention_factor(scaling)
     return yarn_multipliers(D, theta, scaling), attention_factor(scaling)
 
 
@@ -115,6 +137,9 @@ def attention_factor(scaling: Mapping[str, Value]) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0
     if scaling["attention_factor"]:
         return float(scaling["attention_factor"])
+    if scaling["rope_type"] == "longrope":
+        longer, original = scaling["factor"], scaling["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(longer) / math.log(original))
     if scaling["mscale"] and scaling["mscale_all_dim"]:
         return sharper(scaling["mscale"]) / sharper(scaling["mscale_all_dim"])
     return sharper(1.0)

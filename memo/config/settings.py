@@ -85,7 +85,9 @@ class Settings:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", least=1.0, most=1e30,
                             why="the frequencies are its inverse powers, which float32 must hold")
     rope_scaling: str = key("", "beyond the length that a model was trained at: JSON as in a config.json of "
-                            "Hugging Face, with rope_type llama3, yarn or linear")
+                            "Hugging Face, with rope_type llama3, yarn, longrope or linear", most=10**4)
+    partial_rotary_factor: float = key(1.0, "part of the elements of a head that rotate, the first of them",
+                                       least=0.0, most=1.0, why="it has no more")
     sliding_window: int = key(0, "W, tokens that a token of a sliding layer sees, itself the last; 0: all",
                               least=0, most=2**31, why="rows are counted in 32 bits")
     layer_types: str = key("", "kinds of layers, over and over, as in sliding*5,full; with -nope they rotate "
@@ -226,6 +228,11 @@ class Settings:
     def query_factor(self) -> float:
         """Finds what multiplies queries, and keys, for query_scalar: kernels divide by the root of D."""
         return math.sqrt(math.sqrt(self.head_width / (self.query_scalar or self.head_width)))
+
+    @property
+    def rotary_width(self) -> int:
+        """Counts the elements of a head that rotate."""
+        return int(self.head_width * self.partial_rotary_factor)
 
     @property
     def window(self) -> int:

@@ -4,22 +4,22 @@ an error. A missing one is as transformers 5.23 has it. Without torch."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from memo.config.config import Config
-from memo.config.keys import shown
 from memo.config.rope import SCALINGS, checked_scaling, parse_scaling
 from memo.errors import ConfigError, warn
+from memo.huggingface.families import FAMILIES, GPT2, PATTERN, Family, without
 from memo.huggingface.layers import (
     BY_LAYER,
     FIELDS,
     FULL,
     GIVE_FOLDER,
     GIVE_OTHER,
-    NOPE,
     NOPE_FIELDS,
     SLIDING,
+    check_kinds,
     kind_fields,
     kind_keys,
     window_of,
@@ -29,7 +29,8 @@ from memo.system.files import MOST_TEXT_CHARS, Json, JsonObject, load_json, open
 
 CONFIG = "config.json"
 OWN = "hf_files"  # of out_dir: the files that came with a model, as they came
-# leave the model as it is: dropout is a way to train, pretraining_tp an order of sums, summary another head's
+# leave the model as it is: dropout is a way to train, pretraining_tp an order of sums, summary another head,
+# auto_map names code that transformers runs where it is told to, in place of its own
 HARMLESS = set("""model_type architectures dtype torch_dtype transformers_version use_cache bos_token_id
     eos_token_id pad_token_id initializer_range attention_dropout attn_pdrop embd_pdrop resid_pdrop
     pretraining_tp n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation
@@ -37,7 +38,7 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     output_attentions output_hidden_states return_dict tokenizer_class problem_type id2label label2id
     _num_labels _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
     is_llama_config unsloth_fixed unsloth_version n_special predict_special_tokens transformers.js_config
-    sep_token_id decoder_start_token_id _from_model_config use_bfloat16 torchscript
+    auto_map sep_token_id decoder_start_token_id _from_model_config use_bfloat16 torchscript
     tf_legacy_loss finetuning_task prefix is_decoder is_encoder_decoder chunk_size_feed_forward
     tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
@@ -47,92 +48,11 @@ HARMLESS = set("""model_type architectures dtype torch_dtype transformers_versio
     _sliding_window_pattern""".split())
 WEIGHTS_END = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
                ".tflite", ".mlmodel", ".pdparams", ".npz", ".npy", ".zip", ".gz", ".tar", ".index.json")
-PATTERN = "sliding_window_pattern"
 OF_PICTURES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
                "image_token_index")
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Describes a family of models."""
-
-    architecture: str
-    prefix: str  # of all names of weights but the head's
-    layers: str  # in front of a layer's number
-    names: dict[str, str]  # {memo's without _w or _b: transformers'}
-    sizes: dict[str, str]  # {memo's key: field}
-    only: dict[str, tuple]  # {field: values that memo has, first the default}
-    keys: JsonObject  # memo's, the same in all models
-    norm_eps: tuple[str, float]  # field, default
-    tied: bool = False  # if absent, as `defaults`
-    pattern: int = 0  # if absent, of so many layers the last one is full, and the others slide
-    theta: float = 10000.0  # if absent
-    local_theta: float = 0.0  # of sliding layers, if absent; 0: they have none of their own
-    gain: float = 0.0  # what the gain of a norm is more than its weight
-    defaults: JsonObject = field(default_factory=dict)
-
-
-GPT2 = Family(
-    "GPT2LMHeadModel", "transformer.", "h",
-    names=dict(wte="wte", wpe="wpe", head="lm_head", lnf="ln_f", ln1="ln_1", q="attn.c_attn", k="attn.c_attn",
-               v="attn.c_attn", proj="attn.c_proj", ln2="ln_2", fc1="mlp.c_fc", fc2="mlp.c_proj"),
-    sizes=dict(n_layer="n_layer", n_head="n_head", n_embd="n_embd", block_size="n_positions",
-               vocab_size="vocab_size"),
-    only=dict(activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"), scale_attn_weights=(True,),
-              scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)),
-    keys=dict(norm="layernorm", mlp="gelu", bias=True, position="learned"),
-    norm_eps=("layer_norm_epsilon", 1e-5), tied=True)
-
-LLAMA = Family(
-    "LlamaForCausalLM", "model.", "layers",
-    names=dict(wte="embed_tokens", head="lm_head", lnf="norm", ln1="input_layernorm", q="self_attn.q_proj",
-               k="self_attn.k_proj", v="self_attn.v_proj", proj="self_attn.o_proj", q_norm="self_attn.q_norm",
-               k_norm="self_attn.k_norm", ln2="post_attention_layernorm", gate="mlp.gate_proj",
-               up="mlp.up_proj", down="mlp.down_proj"),
-    sizes=dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size",
-               n_inner="intermediate_size", block_size="max_position_embeddings", vocab_size="vocab_size"),
-    only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,),
-              partial_rotary_factor=(1.0,), rope_interleaved=(False,), use_mrope=(False,)),
-    keys=dict(norm="rmsnorm", norms="before", mlp="swiglu", bias=False, position="rope", qkv_bias=False,
-              qk_norm=False, qk_norm_over="head", query_scalar=0, scale_embeddings=False,
-              rope_local_theta=0.0),
-    norm_eps=("rms_norm_eps", 1e-6))
-
-OLMO2 = replace(LLAMA, architecture="Olmo2ForCausalLM", norm_eps=("rms_norm_eps", 1e-5),
-                names=LLAMA.names | dict(post1="post_attention_layernorm",
-                                         post2="post_feedforward_layernorm"),
-                keys=LLAMA.keys | dict(norms="behind", qk_norm=True, qk_norm_over="all"))
-
-
-def without(of: Mapping[str, Json], *names: str) -> JsonObject:
-    return {name: value for name, value in of.items() if name not in names}
-
-
-FAMILIES = {
-    "gpt2": GPT2, "llama": LLAMA,
-    "mistral": replace(LLAMA, architecture="MistralForCausalLM",
-                       defaults=dict(num_key_value_heads=8, sliding_window=4096)),
-    "qwen2": replace(LLAMA, architecture="Qwen2ForCausalLM", keys=LLAMA.keys | dict(qkv_bias=True),
-                     defaults=dict(num_key_value_heads=32, sliding_window=4096)),
-    "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
-                     defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096)),
-    "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True, theta=2e6,
-                       defaults=dict(num_key_value_heads=4)),
-    "olmo2": OLMO2,
-    "olmo3": replace(OLMO2, architecture="Olmo3ForCausalLM", keys=without(OLMO2.keys, "rope_local_theta"),
-                     pattern=4, theta=5e5, local_theta=5e5, defaults=dict(sliding_window=4096)),
-    "gemma3_text": replace(
-        LLAMA, architecture="Gemma3ForCausalLM", tied=True, pattern=6, theta=1e6, local_theta=1e4, gain=1.0,
-        names=OLMO2.names | dict(ln2="pre_feedforward_layernorm"),
-        sizes=LLAMA.sizes | dict(query_scalar="query_pre_attn_scalar"),
-        only=without(LLAMA.only, "hidden_act") | dict(hidden_activation=("gelu_pytorch_tanh",),
-                                                      use_bidirectional_attention=(False,)),
-        keys=without(LLAMA.keys, "query_scalar", "rope_local_theta") | dict(
-            mlp="geglu", norms="both", qk_norm=True, scale_embeddings=True),
-        defaults=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, vocab_size=262208,
-                      max_position_embeddings=131072, query_pre_attn_scalar=256, sliding_window=4096,
-                      rope_local_base_freq=1e4) | {PATTERN: 6})}
+BESIDE = dict(rope_theta=10000.0, partial_rotary_factor=1.0)  # {field and key beside a scaling: default}
+ORIGINAL = "original_max_position_embeddings"
+ROPE = (*BESIDE, "rope_scaling", "rope_parameters", ORIGINAL)
 
 
 # --- config.json -> memo's keys ---
@@ -233,19 +153,28 @@ def check_reach(folder: Path | str, S: int, W: int = 0, option: str = "--block_s
 
 
 def rope_keys(path: Path, hf: Mapping[str, Json], S: int, family: Family) -> JsonObject:
-    """Finds rope_theta and rope_scaling in rope_parameters (transformers 5) or rope_scaling (4)."""
+    """Finds the keys of positions in rope_parameters (transformers 5) or rope_scaling (4), or beside them."""
     if family.local_theta:
         hf = dict(hf, rope_parameters=ropes_of(path, hf).get(FULL))
     ropes = [rope_of(path, name, hf, S) for name in ("rope_scaling", "rope_parameters") if hf.get(name)]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         raise ConfigError(f"{path}: rope_scaling={hf['rope_scaling']!r:.100} differs from "
                           f"rope_parameters={hf['rope_parameters']!r:.100}; take the wrong one out")
-    theta, scaling = ropes[0] if ropes else (hf.get("rope_theta"), {})
-    if hf.get("rope_theta") not in (None, theta):
-        raise ConfigError(f"{path}: rope_theta={hf['rope_theta']!r:.100} differs from {theta!r:.100} in "
-                          "rope_parameters or rope_scaling; take the wrong one out")
-    theta = float_field(path, "rope_theta", family.theta if theta is None else theta)
-    return dict(rope_theta=theta, rope_scaling=json.dumps(scaling) if scaling else "")
+    keys, scaling = ropes[0] if ropes else (beside(hf), {})
+    for name, usual in (BESIDE | dict(rope_theta=family.theta)).items():
+        if hf.get(name) not in (None, keys[name]):
+            raise ConfigError(f"{path}: {name}={hf[name]!r:.100} differs from {keys[name]!r:.100} in "
+                              "rope_parameters or rope_scaling; take the wrong one out")
+        keys[name] = float_field(path, name, usual if keys[name] is None else keys[name])
+        only = family.keys.get(name)
+        if only not in (None, keys[name]):
+            raise wrong(path, name, keys[name], f"{only}, memo has nothing else", GIVE_OTHER)
+    return keys | dict(rope_scaling=json.dumps(scaling) if scaling else "")
+
+
+def beside(fields: Mapping[str, Json]) -> JsonObject:
+    """Finds what may stand in rope_parameters, rope_scaling or beside them."""
+    return {name: fields.get(name) for name in BESIDE}
 
 
 def ropes_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
@@ -259,7 +188,8 @@ def ropes_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
 def local_rope(path: Path, hf: Mapping[str, Json], S: int, family: Family, keys: JsonObject) -> JsonObject:
     """Finds rope_local_theta, beside `keys` of the other layers: 0 where sliding layers are as these."""
     own = {"rope_theta": hf.get("rope_local_base_freq")} | (ropes_of(path, hf).get(SLIDING) or {})
-    theta, scaling = rope_of(path, SLIDING, {SLIDING: own}, S)
+    local, scaling = rope_of(path, SLIDING, {SLIDING: own, "model_type": hf["model_type"]}, S)
+    theta = local["rope_theta"]
     theta = float_field(path, "rope_theta", family.local_theta if theta is None else theta)
     scaling_ = json.dumps(scaling) if scaling else ""
     if not keys["sliding_window"] or (theta, scaling_) == (keys["rope_theta"], keys["rope_scaling"]):
@@ -269,55 +199,66 @@ def local_rope(path: Path, hf: Mapping[str, Json], S: int, family: Family, keys:
     return dict(rope_local_theta=theta)
 
 
-def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json, JsonObject]:
-    """Reads (rope_theta, scaling without what is as usual) from one of the two fields."""
+def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[JsonObject, JsonObject]:
+    """Reads (what may stand beside it; scaling without what is as usual) from one of the two fields."""
     if not isinstance(hf[name], dict):
         raise wrong(path, name, hf[name], "an object")
+    family = FAMILIES[str(hf["model_type"])]
     scaling = {k: v for k, v in hf[name].items() if v is not None}
-    theta = scaling.pop("rope_theta", hf.get("rope_theta"))
-    part = scaling.pop("partial_rotary_factor", 1.0)
-    if part != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor={part!r:.100} must be 1.0, memo has nothing else")
+    keys = {k: scaling.pop(k, v) for k, v in beside(hf).items()}
     kind = scaling.setdefault("rope_type", scaling.pop("type", None) or "default")
-    if kind in ("llama3", "yarn"):  # transformers looks for the length of before in three places
-        outside = hf.get("original_max_position_embeddings")
-        original = scaling.setdefault("original_max_position_embeddings", outside or S)
+    if kind not in [*family.ropes]:
+        raise ConfigError(f"{path}: {name}: rope_type={kind!r:.100} must be one of {', '.join(family.ropes)}")
+    kind = scaling["rope_type"] = family.ropes[kind]
+    if ORIGINAL in SCALINGS.get(kind, {}):  # transformers looks for the length of before in three places
+        outside = hf.get(ORIGINAL, family.defaults.get(ORIGINAL))
+        original = scaling.setdefault(ORIGINAL, outside or S)
         if outside not in (None, original):
-            raise ConfigError(f"{path}: original_max_position_embeddings={outside!r:.100} differs from "
-                              f"{original!r:.100} in {name}; take the wrong one out")
+            raise ConfigError(f"{path}: {ORIGINAL}={outside!r:.100} differs from {original!r:.100} in "
+                              f"{name}; take the wrong one out")
+        if kind == "longrope":
+            scaling.setdefault("factor", max(1.0, S / size_field(path, ORIGINAL, original)))
     filled = checked_scaling(scaling, f"{path}: {name}")
-    return theta, {k: v for k, v in filled.items() if k == "rope_type" or v != SCALINGS[kind][k]}
+    return keys, {k: v for k, v in filled.items() if k == "rope_type" or v != SCALINGS[kind][k]}
 
 
 # --- memo's keys -> config.json ---
 
-def family_of(cfg: Config) -> str:
-    """Finds the model_type of a model with memo's keys `cfg`. Errors: ConfigError: transformers has none."""
-    if cfg.mlp == "gelu":
-        kind, like = "gpt2", "GPT-2"
-        wanted = dict(position="learned", norm="layernorm", norms="before", qk_norm=False,
-                      kv_heads=cfg.n_head, head_width=cfg.n_embd // cfg.n_head, window=0)
-    else:
+def family_of(cfg: Config, own: Path | None = None) -> str:
+    """Finds the model_type of a model with memo's keys `cfg`: that of `own`, the folder that it came in, if
+    there is one; else by the keys. Errors: ConfigError: transformers has none."""
+    came = fields_of(own / CONFIG) if own and (own / CONFIG).exists() else {}
+    D, kind = cfg.n_embd // cfg.n_head, str(came.get("model_type"))
+    if kind not in FAMILIES:
         # whatever head_dim is, LlamaConfig wants C % H == 0; MistralConfig does not
-        kind = ("gemma3_text" if cfg.norms == "both" else
+        kind = ("gpt2" if cfg.mlp == "gelu" else "gemma3_text" if cfg.norms == "both" else
                 ("olmo3" if cfg.sliding_window else "olmo2") if cfg.norms == "behind" else
                 "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "smollm3" if cfg.layer_types
+                else "phi3" if cfg.partial_rotary_factor != 1
                 else "llama" if cfg.n_embd % cfg.n_head == 0 and not cfg.sliding_window else "mistral")
-        like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
+    like, wanted = FAMILIES[kind].architecture, FAMILIES[kind].keys
+    rope = parse_scaling(cfg.rope_scaling).get("rope_type", "default")
+    if kind == "gpt2":
+        like, wanted = "GPT-2", dict(position="learned", norm="layernorm", norms="before", qk_norm=False,
+                                     kv_heads=cfg.n_head, head_width=D)
+    elif kind == "phi3" and rope == "longrope":  # Phi3Config counts the factors of heads as wide as this
+        wanted = wanted | dict(head_width=D)
+    if rope not in FAMILIES[kind].ropes.values():
+        raise ConfigError(f"rope_type={rope} must be longrope for to-hf ({like} of transformers has nothing "
+                          "else); train without --rope_scaling")
     for name, value in wanted.items():
         if getattr(cfg, name) != value:
-            key = dict(kv_heads="n_kv_head", head_width="head_dim", window="sliding_window").get(name, name)
+            key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)
             raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers "
                               f"has nothing else); train with --{key}={value}")
-    if NOPE in cfg.layer_types and kind != "smollm3":
-        raise ConfigError(f"layer_types={shown(cfg.layer_types)} must rotate positions in everywhere for "
-                          f"to-hf ({like} of transformers has nothing else); leave {NOPE} out")
+    check_kinds(cfg, kind, like)
     return kind
 
 
-def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObject:
-    """Makes the config.json of `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}."""
-    kind = family_of(cfg)
+def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json], own: Path | None = None) -> JsonObject:
+    """Makes the config.json of `cfg` with weights of `dtype`. `token_ids`: {"bos_token_id": ...}. `own`: as
+    in family_of()."""
+    kind = family_of(cfg, own)
     family = FAMILIES[kind]
     config = dict(architectures=[family.architecture], model_type=kind, torch_dtype=dtype,
                   tie_word_embeddings=cfg.tie_embeddings) | {family.norm_eps[0]: cfg.norm_eps}
@@ -329,10 +270,13 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
     # transformers 4 reads rope_scaling and rope_theta, transformers 5 rope_parameters
     scaling = {k: v for k, v in parse_scaling(cfg.rope_scaling).items()
                if v or k not in ("attention_factor", "mscale", "mscale_all_dim")}
-    rope = dict(rope_theta=cfg.rope_theta, rope_type="default") | scaling
-    config |= dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads,
-                   head_dim=cfg.head_width, attention_dropout=0.0, rope_theta=cfg.rope_theta,
-                   rope_scaling=scaling or None, rope_parameters=rope)
+    near = {name: getattr(cfg, name) for name in BESIDE}
+    near = {name: value for name, value in near.items() if name == "rope_theta" or value != BESIDE[name]}
+    near |= {ORIGINAL: scaling[ORIGINAL]} if scaling and ORIGINAL in family.defaults else {}
+    rope = dict(rope_type="default") | near | scaling
+    config |= near | dict(intermediate_size=cfg.inner_width, num_key_value_heads=cfg.kv_heads,
+                            head_dim=cfg.head_width, attention_dropout=0.0, rope_scaling=scaling or None,
+                            rope_parameters=rope)
     config |= {name: allowed[0] for name, allowed in family.only.items() if name.startswith("hidden_act")}
     if family.local_theta:
         local = dict(rope_theta=cfg.rope_local_theta, rope_type="default") if cfg.rope_local_theta else rope
@@ -340,7 +284,7 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json]) -> JsonObj
     if kind == "gemma3_text":
         config |= dict(query_pre_attn_scalar=cfg.query_scalar or cfg.head_width,
                        rope_local_base_freq=cfg.rope_local_theta or cfg.rope_theta)
-    if kind not in ("mistral", "qwen2"):
+    if kind not in ("mistral", "qwen2", "phi3"):
         config["attention_bias"] = False
     config |= dict(mlp_bias=False) if kind in ("llama", "smollm3") else {}
     return config | kind_fields(cfg, kind)
@@ -354,7 +298,7 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     # the keys may be from before there was one
     if not cfg.sliding_window and own_keys.get("sliding_window", 0) >= cfg.block_size:
         cfg = replace(cfg, **{name: own_keys[name] for name in ("sliding_window", "layer_types")})
-    config, before = hf_config(cfg, dtype, {}), hf_config(type(cfg)(**own_keys), dtype, {})
+    config, before = (hf_config(keys, dtype, {}, own) for keys in (cfg, type(cfg)(**own_keys)))
     named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
     if keys_of(path, hf | changed) != keys_of(path, config):  # a scaling that counts from a length not in it

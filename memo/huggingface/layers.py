@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 NOPE_FIELDS = ("no_rope_layers", "no_rope_layer_interval")  # of SmolLM3
 NOPE = "-nope"
-ALIKE = ("mistral",)  # families where all layers slide that have a sliding_window
+ALIKE = ("mistral", "phi3")  # families where all layers slide that have a sliding_window
 SWITCHED = ("qwen2", "qwen3", "smollm3")  # where use_sliding_window says whether any layer slides
 BY_LAYER = (*SWITCHED, "gemma3_text", "olmo3")  # where layer_types say which
 
@@ -87,6 +87,19 @@ def kind_keys(path: Path, hf: Mapping[str, Json], L: int, default: Json, pattern
         window = 0
     alike = {*names} <= {"sliding"} or {*names} <= {"full"}  # as memo has them where nothing is said
     return dict(sliding_window=window, layer_types="" if alike else in_short(names))
+
+
+def check_kinds(cfg: Settings, kind: str, like: str) -> None:
+    """Raises ConfigError where family `kind`, which is `like` one of transformers, has not cfg's layers."""
+    types = cfg.types_once or ["sliding" if cfg.sliding_window else "full"]
+    if any(name.endswith(NOPE) for name in types) and kind != "smollm3":
+        raise ConfigError(f"layer_types={cfg.layer_types:.100} must rotate positions in everywhere for to-hf "
+                          f"({like} of transformers has nothing else); leave {NOPE} out")
+    if kind not in BY_LAYER and (len(types) > 1 or (kind not in ALIKE and types != ["full"])):
+        rule = "that of every layer" if kind in ALIKE else "0"
+        raise ConfigError(f"sliding_window={cfg.sliding_window} must be {rule} for to-hf ({like} of "
+                          "transformers has nothing else); train without layer_types" + (
+                              "" if kind in ALIKE else " and sliding_window"))
 
 
 def kind_fields(cfg: Settings, kind: str) -> JsonObject:

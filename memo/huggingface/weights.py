@@ -1,9 +1,11 @@
 """Weights in safetensors, as Hugging Face keeps them, from and to memo's parameters, a few at once. Hugging
-Face's Llama rotates elements j and j + D/2 of a head, memo its neighbours 2j and 2j + 1: see alike()."""
+Face's Llama rotates elements j and j + R/2 of a head, memo its neighbours 2j and 2j + 1: see alike(). Both
+leave elements from R on as they are (partial_rotary_factor); else R is D, the head."""
 
 import errno
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +22,9 @@ from memo.config.config import Config
 from memo.config.layout import Layout
 from memo.data.tokenizer import OtherForm, check_vocab_size, find_tokenizer
 from memo.errors import ConfigError, DataError, elsewhere, reason
-from memo.huggingface.huggingface import CONFIG, FAMILIES, GIVE_FOLDER, GPT2, family_of
+from memo.huggingface.families import FAMILIES, GPT2
+from memo.huggingface.huggingface import CONFIG, family_of
+from memo.huggingface.layers import GIVE_FOLDER
 from memo.memory.flat import model_parameters
 from memo.system.files import MOST_JSON_CHARS, load_json, open_file, plain_name, reading, replacing, save_json
 
@@ -47,36 +51,38 @@ class Weight:
     shape: tuple[int, ...]
     first: int = 0  # row, or if transposed column
     transposed: bool = False  # to (in, out)
-    D: int = 0  # elements of its heads, where these rotate
+    D: int = 1  # elements of its heads, where these rotate
+    R: int = 0  # of which the first so many do
     more: float = 0.0  # what memo's elements are more
 
 
-def weights_of(cfg: Config) -> list[Weight]:
-    """Lists the Weights of all stages. GPT-2 has all biases, one matrix of q, k and v, linears (in, out)."""
-    family, C, weights = FAMILIES[family_of(cfg)], cfg.n_embd, []
+def weights_of(cfg: Config, kind: str) -> list[Weight]:
+    """Lists the Weights of all stages in a model of `kind`. Parameters whose tensor has the same name are its
+    rows one behind the other. GPT-2 has all biases, and linears (in, out)."""
+    family, C, weights, rows = FAMILIES[kind], cfg.n_embd, list[Weight](), Counter[str]()
     for name, p in model_parameters(Layout.whole(cfg, bias=family is GPT2)).items():
         layer, _, last = name.rpartition(".")
         base = last.removesuffix("_w").removesuffix("_b")
         within = layer.replace("h.", f"{family.layers}.") + "." if layer else ""
         place = f"{within}{family.names[base]}.{'bias' if last.endswith('_b') else 'weight'}"
         shape = (cfg.vocab_size, C) if base in ("wte", "head") else p.shape  # without memo's padding
-        if family is not GPT2 or not layer:
-            weights.append(Weight(name, place, shape, D=cfg.head_width if base in ROTATED else 0,
-                                  more=family.gain * (p.init == "ones")))
-        else:
-            first = {"q": 0, "k": C, "v": 2 * C}.get(base)
-            full = shape if first is None else (3 * C, *shape[1:])
-            weights.append(Weight(name, place, full[::-1], first or 0, len(shape) == 2))
-    return weights
+        D, R = (cfg.head_width, cfg.rotary_width) if base in ROTATED and family is not GPT2 else (1, 0)
+        transposed = family is GPT2 and layer > "" and len(shape) == 2
+        more = family.gain * (p.init == "ones")
+        weights.append(Weight(name, place, shape, rows[place], transposed, D, R, more))
+        rows[place] += shape[0]
+    full = [(w, (rows[w.there], *w.shape[1:])) for w in weights]
+    return [replace(w, shape=shape[::-1] if w.transposed else shape) for w, shape in full]
 
 
-def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views rows, of whole heads, of memo's and of transformers' parameter so that elements correspond."""
-    if w.transposed:
-        return own, stored.t()
-    if w.D:
-        return own.unflatten(0, (-1, w.D // 2, 2)), stored.unflatten(0, (-1, 2, w.D // 2)).transpose(1, 2)
-    return own, stored
+def alike(w: Weight, own: torch.Tensor, stored: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views rows, of whole heads, of memo's and of transformers' parameter in pairs whose elements
+    correspond."""
+    if not w.R:
+        return [(own, stored.t() if w.transposed else stored)]
+    own, stored = (t.unflatten(0, (-1, w.D)) for t in (own, stored))
+    turned = own[:, :w.R].unflatten(1, (-1, 2)), stored[:, :w.R].unflatten(1, (2, -1)).transpose(1, 2)
+    return [turned, (own[:, w.R:], stored[:, w.R:])]
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def tensors_in(path: Path) -> list[Stored]:
 
 def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
     """Finds {transformers' name without its prefix: Stored}, from headers alone. Errors: ConfigError."""
-    folder, kind = Path(folder), family_of(cfg)
+    folder, kind = Path(folder), family_of(cfg, Path(folder))
     stored: dict[str, Stored] = {}
     for path, indexed in weight_files(folder).items():
         for tensor in tensors_in(path):
@@ -142,7 +148,7 @@ def stored_weights(folder: Path | str, cfg: Config) -> dict[str, Stored]:
             stored[name] = tensor
         if indexed:
             raise ConfigError(f"{path} has no tensor {min(indexed):.200}, which {INDEX} finds there; {AGAIN}")
-    wanted = {w.there: w for w in weights_of(cfg)}
+    wanted = {w.there: w for w in weights_of(cfg, kind)}
     wte = next(iter(wanted))
     if cfg.tie_embeddings and wte not in stored and HEAD in stored:  # one matrix, stored under its other name
         stored[wte] = stored.pop(HEAD)
@@ -167,19 +173,22 @@ class HfWeights:
     def __init__(self, folder: Path | str, cfg: Layout, rank: int = 0, ranks: int = 1):
         self.folder, self.rank, self.ranks = folder, rank, ranks
         self.found, self.parameters = stored_weights(folder, cfg), model_parameters(cfg)
-        self.weights = {w.name: w for w in weights_of(cfg)}
+        self.weights = {w.name: w for w in weights_of(cfg, family_of(cfg, Path(folder)))}
 
     def read(self, name: str) -> torch.Tensor:
         """Reads memo's parameter `name`, zeros for rows that memo adds. Errors: DataError: not finite."""
         w, p = self.weights[name], self.parameters[name]
-        stored, part = self.found[w.there], torch.zeros(p.local_shape(self.ranks))
-        begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(part.shape)]
-        begins[0] += w.first
-        n = max(0, min(len(part), stored.shape[-1 if w.transposed else 0] - begins[0]))  # rows that there are
+        stored, shape = self.found[w.there], p.local_shape(self.ranks)
+        begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(shape)]
+        before = begins[0] % w.D  # rows of its first head that another rank has, as METP shares them out
+        heads = torch.zeros(-(-(before + shape[0]) // w.D) * w.D, *shape[1:])
+        part = heads[before:before + shape[0]]
+        begins[0] += w.first - before
+        n = max(0, min(len(heads), stored.shape[-1 if w.transposed else 0] - begins[0]))  # rows there are
         if n:
-            at = [slice(b, b + size) for b, size in zip(begins, (n, *part.shape[1:]), strict=True)]
-            own, theirs = alike(w, part[:n], stored[tuple(at[::-1] if w.transposed else at)])
-            own.copy_(theirs)
+            at = [slice(b, b + size) for b, size in zip(begins, (n, *shape[1:]), strict=True)]
+            for own, theirs in alike(w, heads[:n], stored[tuple(at[::-1] if w.transposed else at)]):
+                own.copy_(theirs)
             if w.more:
                 part += w.more
         if not all(map(torch.isfinite, torch.aminmax(part))):
@@ -199,8 +208,8 @@ def export_tensor(ws: list[Weight], read: Callable[[str], torch.Tensor | None],
         if (own := read(w.name)) is not None:
             n = min(len(own), w.shape[-1 if w.transposed else 0])  # without memo's padding
             part = tensor[:, w.first:w.first + n] if w.transposed else tensor[w.first:w.first + n]
-            own, theirs = alike(w, own[:n], part)
-            theirs.copy_(own - w.more if w.more else own)
+            for mine, theirs in alike(w, own[:n], part):
+                theirs.copy_(mine - w.more if w.more else mine)
     return tensor
 
 
@@ -219,12 +228,12 @@ def file_names(sizes: dict[str, int], most_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
 
 
-def save_weights(folder: Path, cfg: Config, read: Callable[[str], torch.Tensor | None],
+def save_weights(folder: Path, cfg: Config, kind: str, read: Callable[[str], torch.Tensor | None],
                  dtype: torch.dtype) -> None:
     """Writes all tensors in turn, with an index for several files. If that fails, no file is left."""
-    prefix = FAMILIES[family_of(cfg)].prefix
+    prefix = FAMILIES[kind].prefix
     parts = {name if name == HEAD else prefix + name: [*ws]
-             for name, ws in groupby(weights_of(cfg), key=lambda w: w.there)}
+             for name, ws in groupby(weights_of(cfg, kind), key=lambda w: w.there)}
     sizes = {name: prod(ws[0].shape) * dtype.itemsize for name, ws in parts.items()}
     files = file_names(sizes, SHARD_BYTES)
     try:
@@ -273,7 +282,7 @@ def check_folder(hf_folder: Path | str, cfg: Config) -> Tokenizer | None:
     where a tied head is there too, with other elements than the embedding."""
     stored = stored_weights(hf_folder, cfg)
     if cfg.tie_embeddings and HEAD in stored:
-        head, wte = stored[HEAD], stored[weights_of(cfg)[0].there]
+        head, wte = stored[HEAD], stored[weights_of(cfg, family_of(cfg, Path(hf_folder)))[0].there]
         if (head.shape, head.dtype) != (wte.shape, wte.dtype) or not all(
                 torch.equal(*(s[k:k + COMPARED_ROWS].contiguous().view(torch.uint8) for s in (head, wte)))
                 for k in range(0, head.shape[0], COMPARED_ROWS)):

@@ -12,6 +12,7 @@ rstd w. Every row is computed alone, so that a range of rows gets the same bits 
 
 import importlib.util
 from collections import namedtuple
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -265,14 +266,16 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor, form: str, out: torch.Tenso
 
 # --- rotary positions: a head's pairs, read as complex numbers, are turned by e^(i t f_j) ---
 
-def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: list[float] | float = 1.0,
+def rotations(positions: torch.Tensor, D: int, theta: float, multipliers: Sequence[float] = (),
               factor: float = 1.0, pin: bool = False) -> torch.Tensor:
-    """Computes factor e^(i t f_j) as (N, D/2) complex64 from positions t (N,), where f_j = theta^(-2j/D)
-    multipliers[j] (memo/config/rope.py). Angles in fp64: exact at millions of tokens. `pin`: to_device()'s"""
-    frequencies = theta ** (torch.arange(0, D, 2, dtype=torch.float64, device=positions.device) / -D)
-    frequencies *= to_device(torch.as_tensor(multipliers, dtype=torch.float64), positions.device, pin)
-    table = torch.empty(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
-    for rows, t in chunks(table, positions):
+    """Computes factor e^(i t f_j) as (N, D/2) complex64 from positions t (N,), where f_j = theta^(-2j/R)
+    multipliers[j] (memo/config/rope.py) of R/2 pairs; pairs beyond the multipliers do not turn: theirs is 1.
+    Angles in fp64: exact at millions of tokens. `pin`: to_device()'s"""
+    R = 2 * len(multipliers) or D
+    frequencies = theta ** (torch.arange(0, R, 2, dtype=torch.float64, device=positions.device) / -R)
+    frequencies *= to_device(torch.tensor(multipliers or [1.0], dtype=torch.float64), positions.device, pin)
+    table = torch.ones(len(positions), D // 2, dtype=torch.complex64, device=positions.device)
+    for rows, t in chunks(table[:, :R // 2], positions):
         angles = t[:, None] * frequencies
         rows.copy_(torch.polar(torch.full_like(angles, factor), angles))
     return table

@@ -19,6 +19,7 @@ from memo.config.formulas import flops_per_sample, parameters, percent
 from memo.config.layer import n_rows
 from memo.config.layout import pipeline_line, subsequences_line
 from memo.config.msp import Help, shares_lines
+from memo.config.rope import parse_scaling, said_factors
 from memo.data.tokenizer import encode_text, load_tokenizer
 from memo.decide.where import Rates
 from memo.estimate.report import as_dict, what_set_it
@@ -64,6 +65,7 @@ def print_first_lines(run: Run) -> None:
           f"run         steps {run.first} to {cfg.max_iters} in {run.out}",
           *(f"rescued     {folder} has what could not be saved in {run.out}; remove it if you need it no more"
             for folder in rescues(run.out)[1]),
+          *(f"positions   {line}" for line in said_factors(parse_scaling(cfg.rope_scaling), cfg.block_size)),
           *(f"changed     {both}" for name, both in changed.items() if name not in UNSAID),
           sep="\n", flush=True)
 

@@ -26,13 +26,13 @@ Turns = dict[Rope | None, tuple[torch.Tensor, torch.Tensor]]  # cosines and sine
 # --- positions ---
 
 def rotary_frequencies(cfg: Config, rope: Rope) -> tuple[torch.Tensor, float]:
-    """Computes (angle between neighbouring tokens of each pair of elements (D/2,), in radians, fp64; what
-    multiplies rotated vectors). Source: transformers' modeling_rope_utils; arXiv 2306.15595 (linear),
-    2309.00071 (YaRN), 2407.21783 (Llama 3)."""
-    D, theta = cfg.head_width, rope.theta
+    """Computes (angle between neighbouring tokens of each pair of elements that rotates, in radians, fp64;
+    what multiplies rotated vectors). Source: transformers' modeling_rope_utils; arXiv 2306.15595 (linear),
+    2309.00071 (YaRN), 2402.13753 (LongRoPE), 2407.21783 (Llama 3)."""
+    D, theta = int(cfg.head_width * cfg.partial_rotary_factor), rope.theta
     pair = torch.arange(D // 2, dtype=torch.float64)
     plain = theta ** (-2 * pair / D)
-    given: dict[str, float | str | None] = json.loads(rope.scaling or "{}")
+    given = json.loads(rope.scaling or "{}")
     kind = given.get("rope_type") or given.get("type")
 
     def number(name: str, default: float = 0.0) -> float:
@@ -48,6 +48,10 @@ def rotary_frequencies(cfg: Config, rope: Rope) -> tuple[torch.Tensor, float]:
         between = (1 - smooth) * slowed + smooth * plain
         return torch.where(wavelength > length / low, slowed,
                            torch.where(wavelength < length / high, plain, between)), 1.0
+    if kind == "longrope":
+        stretched = given["long_factor" if cfg.block_size > length else "short_factor"]
+        return (plain / torch.tensor(stretched, dtype=torch.float64),
+                number("attention_factor", math.sqrt(1 + math.log(factor, length))))
     if kind != "yarn":
         return plain, 1.0
     # pair j turns length * theta^(-2j/D) / 2 pi times: solved for j
@@ -66,10 +70,12 @@ def rotary_frequencies(cfg: Config, rope: Rope) -> tuple[torch.Tensor, float]:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (2j, 2j + 1) of x (B, H, T, D) by angles whose `cos` and `sin` (..., T, D/2) are
-    given."""
-    even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+    """Turns the pairs (2j, 2j + 1) of x (B, H, T, D) by angles whose `cos` and `sin` (..., T, R/2) are
+    given; elements from R on stay."""
+    R = 2 * cos.shape[-1]
+    even, odd = x[..., 0:R:2].to(cos.dtype), x[..., 1:R:2].to(cos.dtype)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
+    return turned if x.shape[-1] == R else torch.cat((turned, x[..., R:]), -1)
 
 
 # --- attention ---

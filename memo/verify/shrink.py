@@ -1,11 +1,14 @@
 """A run cut to a size at which a CPU verifies it in seconds, with its structure as it was."""
 
+import json
 from dataclasses import replace
 from math import lcm, prod
 from typing import NamedTuple
 
-from memo.config.config import Config
+from memo.config.config import Config, as_keys
 from memo.config.keys import Keys
+from memo.config.rope import FACTORS, attention_factor, parse_scaling
+from memo.config.settings import Settings
 
 MOST_RANKS = 8
 # where units want more tokens, rows are split more finely. Attention grows with their square: four ranks take
@@ -38,12 +41,27 @@ def cut_widths(cfg: Config, tp: int) -> Keys:
     multiple = 16 if fp8 else 2  # FP8 products take multiples of 16; rotary positions turn pairs
     least = max(16 if fp8 else 4 if H > 16 and not cfg.rope_scaling else 8, 64 // H)
     width = min(D, -(-least // multiple) * multiple) if D % 2 == 0 else D
+    while width < D and int(width * cfg.partial_rotary_factor) not in range(2, D + 1, 2):
+        width += multiple
     hidden = H * width if not cfg.head_dim else max(16, round(C * width / D / 16) * 16)
     columns = lcm(16, tp) * (tp if fp8 else 1)
     inner = max(1, round(cfg.inner_width / C * hidden / columns)) * columns
     padded = lcm(128, tp) * (2 if tp == 1 or 128 % tp == 0 else 1)
     return dict(head_dim=width if cfg.head_dim else 0, n_embd=min(C, hidden) if not cfg.head_dim else hidden,
                 n_inner=inner, vocab_size=padded - 6 * (not cfg.vocab_size or cfg.vocab_size % 128 > 0))
+
+
+def cut_factors(cfg: Config, keys: Keys) -> Keys:
+    """Cuts LongRoPE's lists to the pairs that are left, and the length by which S chooses between them."""
+    scaling, S = parse_scaling(cfg.rope_scaling), keys["block_size"]
+    if scaling.get("rope_type") != "longrope":
+        return {}
+    pairs = Settings(**as_keys(cfg) | keys).rotary_width // 2
+    lists = {name: scaling[name][::len(scaling[name]) // pairs][:pairs] for name in FACTORS}
+    length = scaling["original_max_position_embeddings"]
+    length = min(length, S // 2) if cfg.block_size > length else max(length, S)
+    given = dict(original_max_position_embeddings=length, attention_factor=attention_factor(scaling))
+    return dict(rope_scaling=json.dumps(json.loads(cfg.rope_scaling) | lists | given))
 
 
 def most_pieces(cfg: Config, ranks: int) -> int:
@@ -93,6 +111,7 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
         keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])
     keys |= {} if full else cut_widths(cfg, degrees["tp"])
     keys["block_size"], split = cut_tokens(cfg, keys)
+    factors = cut_factors(cfg, keys)
     if cfg.window:
         keys["sliding_window"] = min(cfg.window, keys["block_size"] // 3)
     before = {name: getattr(cfg, name) for name in keys} | dict(head_dim=cfg.head_width, dp=given["dp"],
@@ -103,8 +122,10 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
         cut.append(f"rows split by {split} in place of {UNIT_ROWS}: modes agree to 1e-6, not to the last bit")
     if cfg.pp == "auto":
         cut.append("pp=auto -> 1: give --pp= of the run")
+    cut += ["rope_scaling has fewer factors and another original length"] * bool(factors)
     exact, low = precisions(cfg)
-    return Cut(replace(cfg, **keys, **steps_of(cfg), **exact), low, split, prod(degrees.values()), cut)
+    keys |= factors | steps_of(cfg) | exact
+    return Cut(replace(cfg, **keys), low, split, prod(degrees.values()), cut)
 
 
 def steps_of(cfg: Config) -> Keys:

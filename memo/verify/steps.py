@@ -17,6 +17,7 @@ import torch
 import train
 from memo.config.config import Config, as_keys
 from memo.config.layout import Layout
+from memo.config.rope import parse_scaling, scaled
 from memo.data.tokens import STARTS, WEIGHTS
 from memo.layer.tiles import Batch
 from memo.memory.flat import model_parameters
@@ -75,14 +76,17 @@ def make_data(folder: Path, cfg: Config, sequences: int) -> None:
 
 
 def weights(cfg: Layout) -> Tensors:
-    """Makes weights that tell each parameter's part in the loss: no bias is zero, no gain one."""
+    """Makes weights that tell each parameter's part in the loss: no bias is zero, no gain one. Scores are as
+    large whatever rope_scaling multiplies them by: a softmax that is too sharp loses digits of fp32."""
     g, made = torch.Generator().manual_seed(cfg.seed), Tensors()
+    _, factor = scaled(cfg.rotary_width, cfg.rope_theta, parse_scaling(cfg.rope_scaling), cfg.block_size)
+    large = {"wte": LARGE, "wpe": LARGE, "q_w": LARGE / factor, "k_w": LARGE / factor}
     for name, p in model_parameters(cfg).items():
         w = torch.randn(p.shape, generator=g)
         if len(p.shape) == 1:
             made[name] = 0.2 * w + name.endswith("_w")
         else:
-            made[name] = 0.02 * (LARGE if name.endswith(("wte", "wpe", "q_w", "k_w")) else 1.0) * w
+            made[name] = 0.02 * large.get(name.rpartition(".")[2], 1.0) * w
     for name in {"wte", "head_w"} & set(made):
         made[name][cfg.vocab_size:] = 0.0
     return made
