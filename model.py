@@ -341,7 +341,8 @@ class GPT:
         if rope is None:
             return None
         mine = positions[tp.rank::tp.size] if cfg.metp else positions
-        multipliers, factor = scaled(cfg.rotary_width, rope.theta, parse_scaling(rope.scaling), cfg.block_size)
+        scaling = parse_scaling(rope.scaling)
+        multipliers, factor = scaled(cfg.rotary_width, rope.theta, scaling, cfg.block_size)
         turn = rotations(mine, cfg.head_width, rope.theta, multipliers, factor * cfg.query_factor,
                          cfg.pin_memory)
         return turn.unflatten(0, (len(positions) // tp.size, -1))

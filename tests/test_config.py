@@ -386,7 +386,7 @@ def test_help_has_every_key_in_its_section(monkeypatch, columns):
 
 def test_every_preset_loads():
     presets = sorted((ROOT / "config").glob("*.py"))
-    assert len(presets) == 17
+    assert len(presets) == 22
     for path in presets:
         load_config([str(path)])
 
@@ -406,6 +406,8 @@ def test_the_papers_models_build_on_the_meta_device(preset, model):
 
 # parameters of the published weights, without biases for GPT-3, whose paper says 175.0B
 PUBLISHED = {"llama3_8b_1m": 8_030_261_248, "qwen3_8b_1m": 8_190_735_360, "llama2_7b_1m": 6_738_415_616,
+             "mistral_7b_1m": 7_241_732_096, "smollm3_3b_1m": 3_075_098_624, "olmo2_7b_1m": 7_298_617_344,
+             "olmo3_7b_1m": 7_298_011_136, "gemma3_12b_1m": 11_766_034_176,
              "llama2_70b_1m": 68_976_648_192, "phi4_mini_128k": 3_836_021_760,
              "gpt_175b": 12 * 96 * 12288**2 + (50257 + 2 * 96 + 1) * 12288}
 
@@ -421,8 +423,9 @@ def test_published_models_build_on_the_meta_device(preset):
     vectors = sum(prod(shape) for shape in shapes if len(shape) == 1)
     assert parameters(cfg) == PUBLISHED[preset] - vectors
     looked_up = 0 if cfg.tie_embeddings else cfg.vocab_size * cfg.n_embd
-    S, L, Q = cfg.block_size, cfg.n_layer, cfg.n_head * cfg.head_width
-    assert flops_per_sample(cfg) == 6 * S * (parameters(cfg) - looked_up) + 6 * L * Q * S**2
+    S, Q = cfg.block_size, cfg.n_head * cfg.head_width
+    pairs = sum(S**2 - (S - kind.window)**2 * (kind.window > 0) for kind in cfg.kinds)  # twice
+    assert flops_per_sample(cfg) == 6 * S * (parameters(cfg) - looked_up) + 6 * Q * pairs
 
 
 # packages of memo/, each of which imports only itself and those before it; commands may import all

@@ -546,7 +546,9 @@ WANTS = re.compile(r"\nWants (\d+) x (\S+), ([\d,]+) GB of host memory a node or
 
 @pytest.mark.parametrize("preset", ["7b_1m", "13b_1m", "30b_1m", "65b_1m", "llama2_7b_1m", "llama2_70b_1m",
                                     "llama3_8b_1m", "qwen3_8b_1m", "gpt_175b", "7b_metp_2m", "7b_sppo_512k",
-                                    "llama3_8b_fp8_1m", "llama3_8b_256k_one_gpu", "phi4_mini_128k"])
+                                    "llama3_8b_fp8_1m", "llama3_8b_256k_one_gpu", "phi4_mini_128k",
+                                    "olmo2_7b_1m", "olmo3_7b_1m", "gemma3_12b_1m", "mistral_7b_1m",
+                                    "smollm3_3b_1m"])
 def test_a_preset_says_what_it_wants_and_can_start_on_the_stdlib(preset):
     path = f"config/{preset}.py"
     gpus, gpu, least, tokens = WANTS.search(Path(path).read_text()).groups()
