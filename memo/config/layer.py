@@ -161,21 +161,10 @@ def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: 
     return parameters
 
 
-@cache  # a search asks for the same one thousands of times
-def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
-                  bias: bool = False, qkv_bias: bool = False, qk_norm: str = "", rope: bool = False,
-                  metp: bool = False, subsequences: bool = False, fp8: bool = False,
-                  norms: str = "before") -> Layer:
-    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
-    norms=behind: mid = x + norm(attention(x)), and so on; both: x + norm(attention(norm x)). What a norm
-    behind takes is kept. qk_norm: of q and k, over each "head", or "all" heads.
-    mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), whose product of gate and up is made
-    again from both wherever it is read: it costs no matrix product, and would be F elements a token more.
-    metp: of what is made from matrices that travel, and travel again in the backward, only `mid` is kept, and
-    what norms behind take.
-    subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
-    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
-    Q, KV = H * D, Hkv * D
+def decoder_tensors(C: int, Q: int, KV: int, F: int, norm: str, mlp: str, rotary: bool, norms: str,
+                    fp8: bool) -> tuple[tuple[Skeletal, ...], Operation]:
+    """Lists the skeletal tensors of a decoder_layer, and what makes its output. `rotary`: positions are
+    rotated into q and k as they are made."""
     statistics = ("mean", "rstd") if norm == "layernorm" else ("rstd",)
     front, behind = norms != "behind", norms != "before"
     into = ("ln1_out", "ln2_out") if front else (INPUT, "mid")
@@ -197,7 +186,6 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         if not behind:
             return [], product
         return [Skeletal(name, C, group=name, made_by=product)], Operation("behind", name, C, C)
-    turned = rope and not qk_norm  # with norms q and k are kept as they were before these
     if mlp == "gelu":
         hidden = [columns("fc1_out", into[1], F),
                   *product_input("gelu_out", F, Operation("activation", "fc1_out", F, F), split=True)]
@@ -207,23 +195,42 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         output = Operation("row", "gate_out up_out", F, C, gated=True)
     attended, make_mid = branch("proj_out", Operation("row", ATTENTION, Q, C))
     computed, output = branch("mlp_out", output)
-    skeletal = (
-        Skeletal(INPUT, C),
-        Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
-        Skeletal("lse", split=True, per_head=True),
-        *(normed(1, INPUT) if front else ()),
-        columns("q", into[0], Q, turned), columns("k", into[0], KV, turned), columns("v", into[0], KV),
-        *attended,
-        Skeletal("mid", C, group="mid", made_by=make_mid),  # x + attention's branch
-        *(normed(2, "mid") if front else ()),
-        *hidden, *computed)
+    return (Skeletal(INPUT, C),
+            Skeletal(ATTENTION, Q, split=True),  # attention is what costs to compute again
+            Skeletal("lse", split=True, per_head=True),
+            *(normed(1, INPUT) if front else ()),
+            columns("q", into[0], Q, rotary), columns("k", into[0], KV, rotary), columns("v", into[0], KV),
+            *attended,
+            Skeletal("mid", C, group="mid", made_by=make_mid),  # x + attention's branch
+            *(normed(2, "mid") if front else ()),
+            *hidden, *computed), output
+
+
+@cache  # a search asks for the same one thousands of times
+def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
+                  bias: bool = False, qkv_bias: bool = False, qk_norm: str = "", rope: bool = False,
+                  metp: bool = False, subsequences: bool = False, fp8: bool = False,
+                  norms: str = "before") -> Layer:
+    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
+    norms=behind: mid = x + norm(attention(x)), and so on; both: x + norm(attention(norm x)). What a norm
+    behind takes is kept. qk_norm: of q and k, over each "head", or "all" heads.
+    mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), geglu: with gelu for silu; the
+    product of gate and up is made again from both wherever it is read: it costs no matrix product, and would
+    be F elements a token more.
+    metp: of what is made from matrices that travel, and travel again in the backward, only `mid` is kept, and
+    what norms behind take.
+    subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
+    are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
+    Q, KV = H * D, Hkv * D
+    turned = rope and not qk_norm  # with norms q and k are kept as they were before these
+    skeletal, output = decoder_tensors(C, Q, KV, F, norm, mlp, turned, norms, fp8)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
     if metp:  # tokens are shared by the ranks that share the matrices: nothing is split
         kept = INPUT, ATTENTION, "lse", "proj_out", "mid", "mlp_out", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
-    places = [*["ln1", "ln2"] * front, *["post1", "post2"] * behind]
+    places = [*["ln1", "ln2"] * (norms != "behind"), *["post1", "post2"] * (norms != "before")]
     parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm, places)
     return Layer(parameters, skeletal, operations, H, Hkv, D)
 
