@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from memo.config.config import Config
 from memo.config.settings import Settings
 
 
@@ -12,6 +13,14 @@ def gpt2_of_transformers(cfg: Settings) -> Any:
         n_head=cfg.n_head, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         attn_implementation="sdpa",
         activation_function="gelu_pytorch_tanh"))  # torch's fused kernel; gelu_new is slower still
+
+
+def gemma3_of_transformers(cfg: Config) -> Any:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from memo.huggingface.huggingface import hf_config
+    return Gemma3ForCausalLM(Gemma3TextConfig(**hf_config(cfg, "float32", dict(pad_token_id=None)),
+                                              use_cache=False, attn_implementation="sdpa"))
 
 
 def llama_of_transformers(cfg: Settings) -> Any:
