@@ -57,7 +57,7 @@ def cut_factors(cfg: Config, keys: Keys) -> Keys:
     if scaling.get("rope_type") != "longrope":
         return {}
     pairs = Settings(**as_keys(cfg) | keys).rotary_width // 2
-    lists = {name: scaling[name][::len(scaling[name]) // pairs][:pairs] for name in FACTORS}
+    lists = {name: scaling[name][:pairs] for name in FACTORS}
     length = scaling["original_max_position_embeddings"]
     length = min(length, S // 2) if cfg.block_size > length else max(length, S)
     given = dict(original_max_position_embeddings=length, attention_factor=attention_factor(scaling))
