@@ -239,7 +239,7 @@ class Block:
         """Finds memory for the gradient of attn_out, (n, tp, Q/tp): a tensor that the MLP half uses up. It is
         written piece by piece, in ascending order, while later pieces of that tensor are still read. Its rows
         are no longer than that tensor's, so a piece lies only over pieces that are used up."""
-        for used_up in (s.tensors[self.of_mlp[i]] for i in (0, -1)):
+        for used_up in (s.tensors[name] for name in (self.of_mlp[0], *self.of_mlp[::-1])):
             if used_up.nbytes >= s.attn_out.nbytes:
                 memory = used_up.view(-1).view(s.attn_out.dtype)
                 return memory[:s.attn_out.numel()].view(s.attn_out.shape)
@@ -297,9 +297,9 @@ class Block:
 class GPT:
     """Holds a stage's layers over `parameters`, and their gradients where there are any.
 
-    `cfg.vocab_size` must be known. `edges`: embedding and head. `blocks`: the layers, all alike. `ops`:
-    token-wise operations, `why_ops`: why these. `attention`: of a whole sequence, `prefix`: of a subsequence,
-    which sees those before it too. Buckets of parameters: the embeddings, each layer, the head.
+    `cfg.vocab_size` must be known. `edges`: embedding and head. `blocks`: the layers; what their kinds differ
+    in is a unit's. `ops`: token-wise operations, `why_ops`: why these. `attention`: of a whole sequence,
+    `prefix`: of a subsequence, which sees those before it too. Buckets: the embeddings, each layer, the head.
     """
 
     def __init__(self, cfg: Layout, parameters: Parameters) -> None:

@@ -1,5 +1,5 @@
 """Models of Hugging Face <-> memo checkpoints: GPT-2, Llama, Mistral, Qwen 2, 2.5, 3 (dense), SmolLM3,
-Olmo 2, Olmo 3, Gemma 3 (text).
+Olmo 2, Olmo 3, Gemma 3 (text), Phi-3, 3.5 and 4.
 
     python -m memo.convert from-hf <hf_folder> <out_dir>    a local model -> a checkpoint, config.json
     python -m memo.convert to-hf <out_dir> <hf_folder>      a run -> a folder that transformers loads

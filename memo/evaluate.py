@@ -66,6 +66,7 @@ import torch
 from memo.checkpoint import checkpoint
 from memo.config.config import MODEL_KEYS, Config, block_rule
 from memo.config.layout import degrees
+from memo.config.rope import parse_scaling, said_factors
 from memo.data.batch import Data, open_dataset
 from memo.errors import ConfigError, warn
 from memo.huggingface.huggingface import OWN, check_reach
@@ -332,6 +333,8 @@ def answers(evaluation: Evaluation, model: Model, speaks: bool) -> dict:
     if speaks:
         print(f"step {evaluation.ckpt.iter:,} of {evaluation.args.out_dir}: sequences of "
               f"{questions.data.folder.name}/val.bin, {questions.batches} of each length", flush=True)
+        for line in said_factors(parse_scaling(cfg.rope_scaling), cfg.block_size):
+            print(f"positions: {line}", flush=True)
         if longer := [f"{n:,}" for n in questions.lengths if n > trained]:
             print(f"longer than the {trained:,} tokens that the model was trained at: {', '.join(longer)}",
                   flush=True)

@@ -79,6 +79,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
      "sliding_window=8; leave one of them out"),
     (["--layer_types=full-nope,full", "--position=learned"], "layer_types='full-nope,full' goes with "
      "position=rope only, not position=learned; leave one of them out"),
+    (["--query_scalar=8", "--partial_rotary_factor=0.5"], "query_scalar=8 goes with positions rotated into "
+     "all elements by every layer only (queries are scaled there); leave it out"),
     (["--rope_local_theta=500.0"], "rope_local_theta=500.0 goes with sliding layers only, and there is none; "
      "leave it out, or give a sliding_window"),
     (["--position=learned", "--partial_rotary_factor=0.5"],

@@ -11,6 +11,8 @@ from memo.config.formulas import squares_met
 from memo.config.layout import Layout
 from memo.decide.pipeline import even_shares
 from memo.errors import ConfigError
+from memo.estimate.arena import fast_arena, shortest
+from memo.estimate.budget import estimate
 from memo.estimate.packed import met_by_ranks
 from memo.estimate.unit_seconds import modelled_rates
 from memo.kernels.attention import BACKENDS, facts_of, resolve_attention, said
@@ -65,7 +67,7 @@ LAYOUTS = [("dp1", "ring", {}, 20), ("dp1", "ring", dict(subsequences=3), 33),
            ("dp1", "ring", dict(subsequences=8), 5),
            ("cp4", "ring", {}, 9), ("cp4", "ring", {}, 50), ("cp2", "ring", dict(subsequences=3), 40),
            ("cp2", "ulysses", {}, 20), ("cp2", "ulysses", dict(subsequences=3), 30), ("tp2", "ring", {}, 20),
-           ("tp2", "metp", dict(subsequences=4), 11), ("tp2 cp2", "metp", {}, 70),
+           ("tp2", "metp", dict(subsequences=4), 11), ("tp2 cp2", "metp", {}, 70), ("tp2", "metp", {}, 1),
            ("tp2 cp2", "ring", dict(subsequences=2), 7), ("pp2", "ring", dict(subsequences=4), 45),
            ("pp2 cp2", "ring", dict(subsequences=4, msp=True), 20)]
 MODES = [dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
@@ -94,9 +96,16 @@ def test_every_layout_gives_the_gradients_of_one_process(folder, text, kind, mor
     first, other = on_ranks(text, cfgs, folder if documents else True, **how)
     one = of_documents(Layout(**model), folder) if documents else step_alone(
         Layout(**model, activation="keep"))
-    agree(first, one, (text, kind, more))
+    agree(*map(without_scores if window == 1 else tuple, (first, one)), (text, kind, more))
     assert other[:2] == first[:2] and other[3] == first[3] == 0  # no request missed the memory plan
     assert all(torch.equal(t, first[2][name]) for name, t in other[2].items())
+
+
+def without_scores(found):
+    """Gradients that are not 0 but for noise where a token sees itself alone."""
+    loss, norm, gradients, *more = found
+    named = {name: t for name, t in gradients.items() if name.split(".")[-1][0] not in "qk"}
+    return loss, norm, named, *more
 
 
 def test_a_token_reaches_as_far_as_the_windows_of_all_layers():
@@ -173,3 +182,22 @@ def test_a_kernel_without_windows_is_passed_over():
     cfg = Layout(block_size=4096, n_embd=512, n_head=4, sliding_window=64, attention="cudnn")
     with pytest.raises(ConfigError, match="attention=cudnn is not available: it has no sliding window"):
         modelled_rates(cfg, H100, 2)
+
+
+def test_stages_of_other_kinds_of_layers_are_decided_for_by_themselves():
+    """Copies of full layers hide behind their longer units."""
+    cfg = Layout(**dict(n_layer=32, n_head=32, n_embd=4096, block_size=2**18, vocab_size=512, pp=4,
+                        subsequences=1, sliding_window=1024, layer_types="sliding*16,full*16",
+                        norm="rmsnorm", mlp="swiglu"))
+    alphas = [stage.alpha for stage in estimate(cfg, H100, 4, fast_arena).stages]
+    assert max(alphas[:2]) < 0.2 and min(alphas[2:]) > 0.4, alphas
+
+
+@pytest.mark.parametrize("types", ["sliding*10,full", "sliding,full", "full"])
+def test_the_shortest_stage_has_the_kinds_of_its_own(types):
+    """However heavy the head is, which leaves the last stage few layers."""
+    cfg = Layout(**dict(n_layer=24, n_head=8, n_embd=256, block_size=4096, vocab_size=262144, pp=4,
+                        sliding_window=1024 * ("s" in types), layer_types=types))
+    for stage in cfg.every_stage:
+        short = shortest(stage)
+        assert {*short.stage_kinds} == {*stage.stage_kinds} and short.has_head == stage.has_head

@@ -130,9 +130,10 @@ def broken_by_kinds(cfg: Settings) -> Iterator[str]:
     if local and not slides:
         yield (f"rope_local_theta={local} goes with sliding layers only, and there is none; leave it out, or "
                "give a sliding_window")
-    if cfg.query_scalar and (cfg.position != "rope" or any("-" in name for name in names)):
-        yield (f"query_scalar={cfg.query_scalar} goes with positions rotated in by every layer only "
-               "(queries are scaled there); leave it out")
+    if cfg.query_scalar and (cfg.position != "rope" or any("-" in name for name in names)
+                             or cfg.partial_rotary_factor != 1):
+        yield (f"query_scalar={cfg.query_scalar} goes with positions rotated into all elements by every "
+               "layer only (queries are scaled there); leave it out")
     if 0 < local < 1:
         yield f"rope_local_theta={local} must be 0 or at least 1; raise it"
 

@@ -24,15 +24,16 @@ def flops_per_sample(cfg: Settings) -> float:
     return model_flops(cfg, cfg.block_size, cfg.block_size, squares_of(cfg, cfg.block_size))
 
 
-def squares_met(n: int, window: int, windowed: float = 1) -> float:
+def squares_met(n: int, window: int, part: float = 1) -> float:
     """Counts twice the pairs of a query and a key that meet in a document of n tokens: n^2, for the mask is
-    causal; in that part of the layers with a sliding window W that is shorter, `windowed`, 2 n W - W^2."""
-    return n**2 - windowed * (n - window)**2 if 0 < window < n else n**2
+    causal; with a sliding window W that is shorter 2 n W - W^2. `part`: only in this part of the layers, from
+    0 to 1, there is one: the mean of all layers."""
+    return n**2 - part * (n - window)**2 if 0 < window < n else n**2
 
 
 def squares_of(cfg: Settings, n: int) -> float:
     """Counts squares_met() in the mean of a config's layers."""
-    return squares_met(n, cfg.window, cfg.windowed)
+    return squares_met(n, *cfg.windows)
 
 
 def layer_forward_flops(cfg: Settings, tokens: int) -> float:

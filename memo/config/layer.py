@@ -45,7 +45,7 @@ class Operation:
     rank has some columns of the result); row (x w^T, each tp rank has a part of the sum; + residual, unless
     behind follows); behind (residual + norm(x)); activation. `reads`: what goes in, `takes` and `gives`:
     elements a token that go in and come out.
-    `rotary`: positions are rotated in. `gated`: silu(first) * second goes in, made in each pass."""
+    `rotary`: positions are rotated in. `gated`: silu(first), or gelu, * second goes in, made in each pass."""
 
     kind: str
     reads: str

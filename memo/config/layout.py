@@ -18,6 +18,8 @@ from memo.errors import ConfigError
 MOST_COMMUNICATORS = 31
 LANES = 2  # communicators of two stages that compute for each other: one for each direction
 
+StageKind = tuple[bool, bool, tuple[Kind, ...]]
+
 
 @dataclass(frozen=True)
 class Layout(Config):
@@ -80,9 +82,9 @@ class Layout(Config):
         return self.stage == self.pp - 1
 
     @property
-    def stage_kind(self) -> tuple[bool, bool, int]:
-        """Tells stages apart: (has it the embedding, has it the head, how many layers)."""
-        return self.has_embedding, self.has_head, len(self.layers)
+    def stage_kind(self) -> StageKind:
+        """Tells stages apart: (has it the embedding, has it the head, which layers)."""
+        return self.has_embedding, self.has_head, self.stage_kinds
 
     @property
     def ties_stages(self) -> bool:
@@ -190,7 +192,7 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
     N = max(1, min(cfg.subsequences, S // (cfg.block_multiple if cfg.block_size == S else aligned)))
     multiple = aligned if S % aligned == 0 and N * aligned <= S else cfg.block_multiple
     count = S // multiple
-    counts = (equal_flops(*layer_forward_terms(cfg), (cfg.window, cfg.windowed), count, multiple, N)
+    counts = (equal_flops(*layer_forward_terms(cfg), cfg.windows, count, multiple, N)
               if cfg.subsequence_cut == "flops"
               else [count // N + (i < count % N) for i in range(N)])  # the earlier ones have one more
     return tuple(n * multiple for n in counts)

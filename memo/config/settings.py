@@ -17,6 +17,7 @@ rate_key = partial(key, least=0.0, most=100.0, why="AdamW moves every weight by 
 width_key = partial(key, least=1, most=2**20, why="a single layer of that width has 13e12 parameters")
 
 
+MOST_LAYERS = 2000
 LAYER_TYPES = re.compile(r"((?:sliding|full)(?:-nope)?)(?:\*([1-9][0-9]{0,3}))?")
 
 
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
 class Settings:
     """Holds the keys, each with its default, bounds and help."""
 
-    n_layer: int = key(4, "L, transformer layers", least=1, most=2000,
+    n_layer: int = key(4, "L, transformer layers", least=1, most=MOST_LAYERS,
                        section="model: these belong to a checkpoint and cannot change under it",
                        why="the deepest models known have 1,000, and each layer is planned by itself")
     n_head: int = width_key(4, "H, attention heads")
@@ -248,18 +249,18 @@ class Settings:
         def kind(name: str) -> Kind:
             slides = name.startswith("sliding")
             return Kind(self.window * slides, None if "-" in name else local if slides else every)
-        names = layer_names(self.layer_types or ("sliding" if self.sliding_window else "full"))
-        return tuple(map(kind, islice(cycle(names), self.n_layer)))
+        return tuple(map(kind, self.types))
 
     @property
-    def types_once(self) -> list[str]:
-        """Lists what layer_types has, each once; [] where it is not given."""
-        return [*dict.fromkeys(layer_names(self.layer_types)[:self.n_layer])] if self.layer_types else []
+    def types(self) -> tuple[str, ...]:
+        """Lists for each layer what layer_types say of it."""
+        names = layer_names(self.layer_types or ("sliding" if self.sliding_window else "full"))
+        return tuple(islice(cycle(names), self.n_layer))
 
     @cached_property
-    def windowed(self) -> float:
-        """Finds the part of the layers whose window hides something."""
-        return sum(kind.window > 0 for kind in self.kinds) / self.n_layer
+    def windows(self) -> tuple[int, float]:
+        """Finds the window of sliding layers, and which part of all layers has it, from 0 to 1."""
+        return self.window, sum(kind.window > 0 for kind in self.kinds) / self.n_layer
 
     @property
     def inner_width(self) -> int:

@@ -56,8 +56,8 @@ class Packing:
     @cached_property
     def shares(self) -> np.ndarray:
         """Counts (tokens, learned, squares) of each sequence: (sequences, 3)."""
-        window, windowed = self.window
-        hidden = (windowed * np.maximum(0, self.length - (window or self.S))**2).astype(np.int64)
+        window, part = self.window
+        hidden = (part * np.maximum(0, self.length - (window or self.S))**2).astype(np.int64)
         of_pieces = np.stack((self.length, self.learned, self.length**2 - hidden), 1)
         return np.add.reduceat(of_pieces, self.bounds[:-1], 0)
 

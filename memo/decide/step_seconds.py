@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import fsum, inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from memo.config.layer import ATTENTION, Tensor
 from memo.config.msp import Help
@@ -33,6 +33,10 @@ class UnitRates:
         """Finds the rates of a layer of one kind."""
         return self
 
+    def among(self, kinds: Sequence[Kind]) -> Self:
+        """Averages the rates over layers of these kinds."""
+        return self
+
     def recompute_s(self, missing: dict[str, slice]) -> float:
         """Counts the seconds to recompute rows {tensor: slice}, as in Placement.missing."""
         parts = {name: (r.stop - r.start) / self.rows for name, r in missing.items()}
@@ -54,6 +58,10 @@ class MeanRates(UnitRates):
 
     def of(self, kind: Kind | None) -> UnitRates:
         return self.kinds[kind][0] if kind else self
+
+    def among(self, kinds: Sequence[Kind]) -> Self:
+        parts = {kind: kinds.count(kind) / len(kinds) for kind in self.kinds}
+        return type(self)({kind: (unit, parts[kind]) for kind, (unit, _) in self.kinds.items()})
 
     def recompute_s(self, missing: dict[str, slice]) -> float:
         return fsum(part * unit.recompute_s(missing) for unit, part in self.kinds.values())

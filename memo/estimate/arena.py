@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
@@ -80,11 +81,17 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 
 
 def shortest(cfg: Layout, layers: int = 1) -> Layout:
-    """Leaves each stage so many layers of each kind, and as few stages as give its own the ends that cfg's
-    has."""
-    pp, types = 1 + (not cfg.has_embedding) + (not cfg.has_head), cfg.types_once
-    return replace(cfg, n_layer=pp * layers * max(1, len(types)), layer_types=",".join(types), pp=pp,
-                   stage=int(not cfg.has_embedding), shares=())
+    """Leaves each stage so many layers of each kind that cfg's has, and as few stages as give its own the
+    ends that cfg's has."""
+    pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
+    types = [*dict.fromkeys(cfg.types[k] for k in cfg.layers)] if cfg.layer_types else []
+    slides = not types or any(name.startswith("sliding") for name in types)
+    short = replace(cfg, n_layer=pp * layers * max(1, len(types)), layer_types=",".join(types), pp=pp,
+                    stage=int(not cfg.has_embedding), shares=(), sliding_window=cfg.sliding_window * slides,
+                    rope_local_theta=cfg.rope_local_theta * slides)
+    # a stage with a heavy head has fewer layers than others
+    more = (replace(short, n_layer=n * short.n_layer) for n in count(1))
+    return next(found for found in more if {*found.stage_kinds} == {*cfg.stage_kinds})
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from memo.config.config import Config
 from memo.config.formulas import mfu, model_flops, tgs
 from memo.config.layer import tensors_of
-from memo.config.layout import Layout, degrees
+from memo.config.layout import Layout, StageKind, degrees
 from memo.decide import alpha
 from memo.decide.choose import Judged, choose
 from memo.decide.pipeline import lane_bytes, shared, with_bubbles
@@ -101,7 +101,7 @@ class Estimate:
     # --- bytes ---
 
     @cached_property
-    def besides(self) -> dict[tuple[bool, bool, int], Beside]:
+    def besides(self) -> dict[StageKind, Beside]:
         """Finds what a stage of each kind has beside its activations."""
         share = self.host_capacity // self.local_ranks
         return {one.stage_kind: beside_activations(one, self.machine, self.world, self.arena, share)
@@ -347,6 +347,7 @@ def modelled_facts(cfg: Layout, machine: Machine, world: int, room: Room,
     itemsize = itemsize_of(cfg, machine)
     if (rates := modelled_rates(cfg, machine, itemsize, documents)) is None:
         return StageFacts(cfg, itemsize, None, room, None)
+    rates = replace(rates, units=tuple(unit.among(cfg.stage_kinds) for unit in rates.units))
     if cfg.layers_come:
         rates = replace(rates, states=state_seconds(cfg, machine, world, itemsize))
     ends = ends_of(cfg, machine, world, itemsize, rates.learned) if cfg.pp > 1 else None

@@ -78,7 +78,7 @@ def read_lengths(text: str, cfg: Config) -> Packing:
                           "long; give longer ones")
     lengths = np.repeat(*(np.array(column) for column in zip(*counts, strict=True)))
     packing = pack(np.cumsum(lengths) - lengths, int(lengths.sum()), cfg.block_size, cfg.pack)
-    return replace(packing, window=(cfg.window, cfg.windowed))
+    return replace(packing, window=cfg.windows)
 
 
 def folder_of(text: str) -> str | None:
@@ -93,8 +93,7 @@ def packed_dataset(text: str, cfg: Config) -> Packing:
         raise ConfigError(f"{rule}; it is {'a file' if os.path.exists(text) else 'neither'}")
     batch: ModuleType = import_module("memo.data.batch")  # which needs torch
     try:
-        data = batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack,
-                                  window=(cfg.window, cfg.windowed))
+        data = batch.open_dataset(text, cfg.block_size, ("train",), packs=cfg.pack, window=cfg.windows)
     except ConfigError as e:
         raise ConfigError(f"{rule}: {e}") from None
     packing: Packing = data.packings["train"]

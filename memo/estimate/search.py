@@ -63,7 +63,7 @@ def judge_room(got: Estimate) -> Judged:
     if states > got.host_capacity:
         return Judged(states - got.host_capacity, where="the host")
     return max(judge_stage(stage, got.itemsize, got.besides[stage.stage_kind].room)
-               for stage in {cfg.every_stage[0], cfg.every_stage[-1]})
+               for stage in {stage.stage_kind: stage for stage in cfg.every_stage}.values())
 
 
 def judge_stage(cfg: Layout, itemsize: int, room: Room) -> Judged:

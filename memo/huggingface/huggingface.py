@@ -52,6 +52,7 @@ OF_PICTURES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_t
                "image_token_index")
 BESIDE = dict(rope_theta=10000.0, partial_rotary_factor=1.0)  # {field and key beside a scaling: default}
 ORIGINAL = "original_max_position_embeddings"
+LOCAL = "rope_local_base_freq"  # of Gemma 3
 ROPE = (*BESIDE, "rope_scaling", "rope_parameters", ORIGINAL)
 
 
@@ -187,10 +188,15 @@ def ropes_of(path: Path, hf: Mapping[str, Json]) -> JsonObject:
 
 def local_rope(path: Path, hf: Mapping[str, Json], S: int, family: Family, keys: JsonObject) -> JsonObject:
     """Finds rope_local_theta, beside `keys` of the other layers: 0 where sliding layers are as these."""
-    own = {"rope_theta": hf.get("rope_local_base_freq")} | (ropes_of(path, hf).get(SLIDING) or {})
+    given = ropes_of(path, hf).get(SLIDING) or {}
+    if not isinstance(given, dict):
+        raise wrong(path, f"rope_parameters of {SLIDING}", given, "an object")
+    own = {"rope_theta": hf.get(LOCAL)} | given
     local, scaling = rope_of(path, SLIDING, {SLIDING: own, "model_type": hf["model_type"]}, S)
     theta = local["rope_theta"]
-    theta = float_field(path, "rope_theta", family.local_theta if theta is None else theta)
+    theta = float_field(path, LOCAL, family.local_theta if theta is None else theta)
+    if theta < 1:
+        raise wrong(path, LOCAL, theta, "at least 1")
     scaling_ = json.dumps(scaling) if scaling else ""
     if not keys["sliding_window"] or (theta, scaling_) == (keys["rope_theta"], keys["rope_scaling"]):
         return dict(rope_local_theta=0.0)
@@ -211,11 +217,13 @@ def rope_of(path: Path, name: str, hf: Mapping[str, Json], S: int) -> tuple[Json
         raise ConfigError(f"{path}: {name}: rope_type={kind!r:.100} must be one of {', '.join(family.ropes)}")
     kind = scaling["rope_type"] = family.ropes[kind]
     if ORIGINAL in SCALINGS.get(kind, {}):  # transformers looks for the length of before in three places
-        outside = hf.get(ORIGINAL, family.defaults.get(ORIGINAL))
-        original = scaling.setdefault(ORIGINAL, outside or S)
+        usual = family.defaults.get(ORIGINAL)
+        outside = usual if hf.get(ORIGINAL) is None else hf[ORIGINAL]
+        original = scaling.setdefault(ORIGINAL, S if outside is None else outside)
         if outside not in (None, original):
+            remedy = "take the wrong one out" if hf.get(ORIGINAL) else "write it outside, too"
             raise ConfigError(f"{path}: {ORIGINAL}={outside!r:.100} differs from {original!r:.100} in "
-                              f"{name}; take the wrong one out")
+                              f"{name}; {remedy}")
         if kind == "longrope":
             scaling.setdefault("factor", max(1.0, S / size_field(path, ORIGINAL, original)))
     filled = checked_scaling(scaling, f"{path}: {name}")
@@ -240,7 +248,7 @@ def family_of(cfg: Config, own: Path | None = None) -> str:
     rope = parse_scaling(cfg.rope_scaling).get("rope_type", "default")
     if kind == "gpt2":
         like, wanted = "GPT-2", dict(position="learned", norm="layernorm", norms="before", qk_norm=False,
-                                     kv_heads=cfg.n_head, head_width=D)
+                                     scale_embeddings=False, kv_heads=cfg.n_head, head_width=D)
     elif kind == "phi3" and rope == "longrope":  # Phi3Config counts the factors of heads as wide as this
         wanted = wanted | dict(head_width=D)
     if rope not in FAMILIES[kind].ropes.values():
@@ -251,6 +259,9 @@ def family_of(cfg: Config, own: Path | None = None) -> str:
             key = dict(kv_heads="n_kv_head", head_width="head_dim").get(name, name)
             raise ConfigError(f"{key}={getattr(cfg, name)} must be {value} for to-hf ({like} of transformers "
                               f"has nothing else); train with --{key}={value}")
+    if kind == "gemma3_text" and cfg.n_embd % cfg.n_head:
+        raise ConfigError(f"n_embd={cfg.n_embd} % n_head={cfg.n_head} must be 0 for to-hf ({like} of "
+                          "transformers has nothing else); train with other heads")
     check_kinds(cfg, kind, like)
     return kind
 
@@ -283,7 +294,7 @@ def hf_config(cfg: Config, dtype: str, token_ids: Mapping[str, Json], own: Path 
         config["rope_parameters"] = {FULL: rope, SLIDING: local}
     if kind == "gemma3_text":
         config |= dict(query_pre_attn_scalar=cfg.query_scalar or cfg.head_width,
-                       rope_local_base_freq=cfg.rope_local_theta or cfg.rope_theta)
+                       **{LOCAL: cfg.rope_local_theta or cfg.rope_theta})
     if kind not in ("mistral", "qwen2", "phi3"):
         config["attention_bias"] = False
     config |= dict(mlp_bias=False) if kind in ("llama", "smollm3") else {}
@@ -302,7 +313,7 @@ def overlaid(own: Path, cfg: Config, dtype: str) -> JsonObject:
     named = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
     changed = {k: v for k, v in named.items() if v != before.get(k)}
     if keys_of(path, hf | changed) != keys_of(path, config):  # a scaling that counts from a length not in it
-        ropes = *ROPE, "rope_local_base_freq"
+        ropes = *ROPE, LOCAL
         hf = without(hf, *ropes)
         changed |= {k: v for k, v in named.items() if k in ropes}
     return hf | changed | {"dtype" if "dtype" in hf and "torch_dtype" not in hf else "torch_dtype": dtype}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, groupby, islice
 from pathlib import Path
 
-from memo.config.settings import Settings, layer_names
+from memo.config.settings import MOST_LAYERS, Settings
 from memo.errors import ConfigError
 from memo.system.files import Json, JsonObject
 
@@ -63,7 +63,9 @@ def kinds_of(path: Path, hf: Mapping[str, Json], L: int, window: int, pattern: i
         slides = [(k + 1) % pattern != 0 for k in range(L)]
     elif kind.startswith("qwen"):
         first = hf.get("max_window_layers", 28)
-        slides = [k >= first for k in range(L)]
+        if window and (type(first) is not int or first < 0):
+            raise wrong(path, "max_window_layers", first, "a whole number, at least 0")
+        slides = [bool(window) and k >= first for k in range(L)]
     else:
         slides = nope if kind == "smollm3" else [kind in ALIKE] * L
     return [("sliding" if of and window else "full") + NOPE * without
@@ -81,6 +83,8 @@ def in_short(names: Sequence[str]) -> str:
 
 def kind_keys(path: Path, hf: Mapping[str, Json], L: int, default: Json, pattern: int) -> JsonObject:
     """Finds sliding_window and layer_types of memo. `default`: a sliding_window that is not given."""
+    if L > MOST_LAYERS:
+        raise wrong(path, "the number of layers", L, f"at most {MOST_LAYERS}", GIVE_OTHER)
     window = window_of(path, hf, default)
     names = kinds_of(path, hf, L, window, pattern)
     if not any(name.startswith("sliding") for name in names):
@@ -91,7 +95,7 @@ def kind_keys(path: Path, hf: Mapping[str, Json], L: int, default: Json, pattern
 
 def check_kinds(cfg: Settings, kind: str, like: str) -> None:
     """Raises ConfigError where family `kind`, which is `like` one of transformers, has not cfg's layers."""
-    types = cfg.types_once or ["sliding" if cfg.sliding_window else "full"]
+    types = [*dict.fromkeys(cfg.types)]
     if any(name.endswith(NOPE) for name in types) and kind != "smollm3":
         raise ConfigError(f"layer_types={cfg.layer_types:.100} must rotate positions in everywhere for to-hf "
                           f"({like} of transformers has nothing else); leave {NOPE} out")
@@ -104,8 +108,7 @@ def check_kinds(cfg: Settings, kind: str, like: str) -> None:
 
 def kind_fields(cfg: Settings, kind: str) -> JsonObject:
     """Makes the fields of a config.json of family `kind` that say what kinds of layers there are."""
-    W = cfg.sliding_window
-    names = [*islice(cycle(layer_names(cfg.layer_types or ("sliding" if W else "full"))), cfg.n_layer)]
+    W, names = cfg.sliding_window, cfg.types
     types = [SLIDING if name.startswith("sliding") else FULL for name in names]
     if kind in ALIKE:
         return dict(sliding_window=W or None)

@@ -7,7 +7,7 @@ share the vocabulary out over the tp ranks: see memo/parallel/tp.py.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import torch
 
@@ -22,6 +22,12 @@ from memo.parallel.tp import embedding_backward, embedding_forward
 from memo.system.axis import Axis
 
 
+@cache
+def rounded_root(n: int, dtype: torch.dtype) -> float:
+    """Rounds the square root of n to a dtype, as transformers does."""
+    return torch.tensor(n**0.5, dtype=dtype).item()
+
+
 @dataclass
 class Edges:
     """Computes the edges. `w` and `dw`: this stage's parameters and their gradients."""
@@ -32,12 +38,14 @@ class Edges:
     ops: Ops
     tp: Axis
 
-    @cached_property
+    def __post_init__(self) -> None:
+        _ = self.scale  # now: in a step all memory is planned
+
+    @property
     def scale(self) -> float:
-        """Finds what embeddings are multiplied by, rounded to their dtype, as transformers does."""
-        exact, table = self.cfg.n_embd**0.5 if self.cfg.scale_embeddings else 1.0, self.w.wte
-        assert table is not None
-        return torch.tensor(exact, dtype=table.dtype).item()
+        """Finds what embeddings are multiplied by."""
+        return rounded_root(self.cfg.n_embd, self.w.wte.dtype) if (
+            self.cfg.scale_embeddings and self.w.wte is not None) else 1.0
 
     # --- embedding ---
 

@@ -25,10 +25,12 @@ Made = TypeVar("Made")
 
 
 class Route(NamedTuple):
-    """Says what goes `by` ranks on: the rows of keys in each piece that leave, that come, and the tiles in
-    which those that come meet this rank's queries; of pieces that have none, nothing."""
+    """Says what a rank sends to the rank `by` behind it, and what comes from the one as far before it: of
+    each piece that has any the rows of keys, {number of the piece: ranges}; and the tiles in which those that
+    come meet this rank's queries. Of two ranks with 16 tokens and a window of 3, rank 0 has tokens 0 to 3
+    and 12 to 15, and sends rows 2 and 3; from rank 1 rows 6 and 7 come, tokens 10 and 11."""
 
-    by: int | None  # None: with documents, where no rank needs any
+    by: int | None  # None: in this batch no documents of any two ranks so far apart meet
     leaving: dict[int, Ranges]
     coming: dict[int, Ranges]
     tiles: list[Tiles]
@@ -117,6 +119,8 @@ def halo_backward(kernel: Kernel, axis: Axis, ahead: int, dout: torch.Tensor, q:
         home.append((route, axis.shift(*chain(*parts), by=route.by and axis.size - route.by,
                                        into=room(pieces, route.leaving, torch.float32))))
         meanwhile(done, len(ways) - done + 1)
+    if not ways:  # a token sees itself alone; what is sent meanwhile is sent all the same
+        meanwhile(1, 0)
     [part] = attend(pieces=pieces, sums=totals, tiles=met.tiles(axis.rank, axis.rank))
     dq.add_(part)
     add_home()

@@ -88,7 +88,7 @@ def check_rank(argv: list[str], launch: Launch, passed_over: dict[Path, str]) ->
     with_stages(cfg, launch.world)  # an error now rather than after the data
     with progress(lambda: f"reading dataset {cfg.dataset}", launch.rank == 0):
         data = open_dataset(cfg.dataset, cfg.block_size, SPLITS if cfg.eval_interval else SPLITS[:1],
-                            cfg.check_data, cfg.pack if cfg.documents else "", (cfg.window, cfg.windowed))
+                            cfg.check_data, cfg.pack if cfg.documents else "", cfg.windows)
     if data.meta["weights"] and not cfg.documents:
         raise ConfigError(f"documents=false must be true for dataset={cfg.dataset}, whose weights say which "
                           "tokens are learned; add --documents=true")

@@ -231,8 +231,8 @@ def hops_by_subsequences(cfg: Layout, window: int, ends: Sequence[Sequence[int]]
 
 
 def halo_tokens(cfg: Layout, window: int, rank: int) -> list[Counter[int]]:
-    """Counts, of each subsequence {distance: tokens of a ring's rank that some token there sees, through the
-    window, on the rank so far behind it}."""
+    """Counts what leaves a ring's rank for the queries of each subsequence: {distance: its tokens that a
+    token of the subsequence on rank `rank` + distance sees through the window}."""
     places, found = holders(cfg), [Counter[int]() for _ in subsequence_lengths(cfg)]
     for token, (*_, holder) in enumerate(places):
         if holder == rank:

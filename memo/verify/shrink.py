@@ -105,8 +105,9 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
     most = max(degrees["pp"] * cfg.msp, most_pieces(cfg, degrees["tp"] * degrees["cp"]))
     keys["subsequences"] = min(N, most) if N != "auto" else most if cfg.msp else N
     wanted = 2 * degrees["pp"] if degrees["pp"] > 1 else 4 if keys["subsequences"] == 1 else 3
-    keys |= dict(n_layer=min(cfg.n_layer, max(wanted, len(cfg.types_once))),
-                 layer_types=",".join(cfg.types_once), batch_size=min(cfg.batch_size, 2))
+    types = [*dict.fromkeys(cfg.types)] if cfg.layer_types else []  # one layer of each kind will do
+    keys |= dict(n_layer=min(cfg.n_layer, max(wanted, len(types))), layer_types=",".join(types),
+                 batch_size=min(cfg.batch_size, 2))
     if cfg.gradient_accumulation_steps != "auto":
         keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])
     keys |= {} if full else cut_widths(cfg, degrees["tp"])
