@@ -1,7 +1,7 @@
 """Tokens/s of a whole training step on the CPU, fp32: memo with its memory plan and without, an autograd
-twin, transformers' GPT-2, Llama and Gemma 3, and the floor.
+twin, transformers' GPT-2 and Llama, and the floor.
 
-    python -m bench.cpu_step [--threads=2] [--rounds=7] [--models gpt2 default llama gemma3]
+    python -m bench.cpu_step [--threads=2] [--rounds=7] [--models gpt2 default llama]
 
 Whole step: forward, backward, clipping, AdamW. The rivals take turns in one process, there and back; figures
 are medians over the rounds. Writes what it finds of these models into bench/results/cpu_step.json.
@@ -24,16 +24,11 @@ from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.verify.reference import Reference
 from model import GPT, initial_weights
-from testing.rivals import gemma3_of_transformers, gpt2_of_transformers, llama_of_transformers
+from testing.rivals import gpt2_of_transformers, llama_of_transformers
 
 MODELS = {"gpt2": dict(position="learned", bias=True, gelu="tanh"),
           "default": dict(position="rope", bias=False, gelu="exact"),
-          "llama": dict(norm="rmsnorm", mlp="swiglu", n_kv_head=2, n_inner=704, tie_embeddings=False),
-          # Gemma 3 1B's widths, and six of its layers
-          "gemma3": dict(norm="rmsnorm", mlp="geglu", norms="both", n_layer=6, n_embd=1152, n_head=4,
-                         n_kv_head=1, head_dim=256, n_inner=6912, qk_norm=True, scale_embeddings=True,
-                         query_scalar=256, rope_theta=1e6, rope_local_theta=1e4, sliding_window=512,
-                         layer_types="sliding*5,full", norm_eps=1e-6)}
+          "llama": dict(norm="rmsnorm", mlp="swiglu", n_kv_head=2, n_inner=704, tie_embeddings=False)}
 SHAPES = ((1024, 4), (8192, 1))
 VOCAB = 4096
 
@@ -52,8 +47,7 @@ def autograd_step(module, loss):
     return step
 
 
-TRANSFORMERS = {"gpt2": gpt2_of_transformers, "llama": llama_of_transformers,
-                "gemma3": gemma3_of_transformers}
+TRANSFORMERS = {"gpt2": gpt2_of_transformers, "llama": llama_of_transformers}
 
 
 def rivals(cfg, B, name):
@@ -102,9 +96,9 @@ def main():
           + f"{'memo/twin':>11}{'memo/tf':>9}{'memo over floor':>17}{'twin over floor':>17}")
     for name, keys in ((name, MODELS[name]) for name in args.models):
         found[name] = dict(machine=machine(), threads=args.threads, rounds=args.rounds, rows=(rows := []))
-        for S, B in SHAPES if name != "gemma3" else SHAPES[-1:]:
-            cfg = Layout(**dict(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
-                                vocab_size=VOCAB) | keys)
+        for S, B in SHAPES:
+            cfg = Layout(n_layer=4, n_embd=256, n_head=4, block_size=S, batch_size=B,
+                         vocab_size=VOCAB, **keys)
             steps = rivals(cfg, B, name)
             times = {n: [] for n in steps}
             for r in range(args.rounds + 1):
@@ -114,7 +108,7 @@ def main():
                     times[n].append(time.perf_counter() - start)
             s = {n: statistics.median(t[1:]) for n, t in times.items()}  # the first round warms up
             tf = s.get("transformers", float("nan"))
-            row = dict(model=name, S=S, B=B, L=cfg.n_layer, C=cfg.n_embd, H=cfg.n_head, V=VOCAB, seconds=s,
+            row = dict(model=name, S=S, B=B, L=4, C=256, H=4, V=VOCAB, seconds=s,
                        tokens_per_s={n: B * S / t for n, t in s.items()},
                        memo_over_twin=s["twin"] / s["memo"], memo_over_floor=s["memo"] / s["floor"],
                        memo_over_unplanned=s["unplanned"] / s["memo"],
