@@ -123,7 +123,7 @@ def embedding_forward(axis: Axis, ids: torch.Tensor, w: torch.Tensor, out: torch
         for ids_, part in zip(chunk.unbind(1), parts, strict=True):
             own, mask = own_ids(axis, ids_, len(w))
             torch.index_select(w, 0, own, out=part)
-            part.mul_(mask[:, None] * scale)
+            part.mul_((mask if scale == 1 else mask * scale)[:, None])
         if axis.size > 1:
             out_.copy_(axis.scatter_sum(parts))
     return out
@@ -136,5 +136,5 @@ def embedding_backward(axis: Axis, ids: torch.Tensor, dx: torch.Tensor, dw: torc
         for ids_, dx_ in zip(chunk.unbind(1), axis.gather(dx_chunk), strict=True):
             own, mask = own_ids(axis, ids_, len(dw))
             # without a name of its own the fp32 copy is gone before the next one is made
-            dw.index_add_(0, own, torch.mul(dx_, mask[:, None] * scale,
+            dw.index_add_(0, own, torch.mul(dx_, (mask if scale == 1 else mask * scale)[:, None],
                                             out=dx_.new_empty(dx_.shape, dtype=torch.float32)))
