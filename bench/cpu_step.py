@@ -47,33 +47,34 @@ def autograd_step(module, loss):
     return step
 
 
+def memo_step(cfg, tokens, targets):
+    """A training step of memo on tokens (B, T)."""
+    model = Model(GPT, cfg, "cpu", torch.float32)
+    optimizer = Optimizer(model, cfg)
+    optimizer.load(initial_weights(cfg, 0, "cpu"))
+    model.reserve(len(tokens), cfg.block_size)
+    reserve.plan_memory(cfg, model)
+
+    def step():
+        model.forward(tokens, targets, scale=1.0)
+        model.backward()
+        model.arena.run("clip", optimizer.clip, 1.0)
+        model.arena.run("optimizer", optimizer.step, 1e-4)
+        model.arena.settle()
+    return step
+
+
 TRANSFORMERS = {"gpt2": gpt2_of_transformers, "llama": llama_of_transformers}
 
 
 def rivals(cfg, B, name):
     """{name: step} for one case; the floor is recorded from a step of memo."""
     tokens, targets = torch.randint(0, cfg.vocab_size, (2, B, cfg.block_size))
-
-    def memo(cfg):
-        model = Model(GPT, cfg, "cpu", torch.float32)
-        optimizer = Optimizer(model, cfg)
-        optimizer.load(initial_weights(cfg, 0, "cpu"))
-        model.reserve(B, cfg.block_size)
-        reserve.plan_memory(cfg, model)
-
-        def step():
-            model.forward(tokens, targets, scale=1.0)
-            model.backward()
-            model.arena.run("clip", optimizer.clip, 1.0)
-            model.arena.run("optimizer", optimizer.step, 1e-4)
-            model.arena.settle()
-        return step
-
-    unplanned = memo(replace(cfg, memory_plan="off"))
+    unplanned = memo_step(replace(cfg, memory_plan="off"), tokens, targets)
     with Kernels() as kernels:
         unplanned()
     twin = Reference(cfg, torch.float32).load(initial_weights(cfg, 0, "cpu"))
-    steps = {"memo": memo(cfg), "unplanned": unplanned, "floor": kernels.run,
+    steps = {"memo": memo_step(cfg, tokens, targets), "unplanned": unplanned, "floor": kernels.run,
              "twin": autograd_step(twin, lambda: twin(tokens, targets))}
     if name in TRANSFORMERS:
         hf = TRANSFORMERS[name](cfg)

@@ -16,34 +16,15 @@ from time import process_time
 
 import torch
 
-from bench.cpu_step import autograd_step
+from bench.cpu_step import autograd_step, memo_step
 from bench.machine import machine
 from memo.config.layout import Layout
-from memo.run import reserve
-from memo.states.optim import Optimizer
-from memo.states.passes import Model
-from model import GPT, initial_weights
 from testing.rivals import gemma3_of_transformers
 
 SHAPE = dict(n_layer=6, n_embd=1152, n_head=4, n_kv_head=1, head_dim=256, n_inner=6912, vocab_size=4096,
              block_size=8192, batch_size=1, norm="rmsnorm", norms="both", mlp="geglu", qk_norm=True,
              scale_embeddings=True, query_scalar=256, rope_theta=1e6, rope_local_theta=1e4,
              sliding_window=512, layer_types="sliding*5,full", norm_eps=1e-6, subsequences=1)
-
-
-def memo_step(cfg, tokens, targets):
-    model = Model(GPT, cfg, torch.device("cpu"), torch.float32)
-    optimizer = Optimizer(model, cfg)
-    optimizer.load(initial_weights(cfg, 0, "cpu"))
-    model.reserve(1, cfg.block_size)
-    reserve.plan_memory(cfg, model)
-
-    def step():
-        model.forward(tokens, targets, scale=1.0)
-        model.backward()
-        model.arena.run("clip", optimizer.clip, 1.0)
-        model.arena.run("optimizer", optimizer.step, 1e-4)
-    return step
 
 
 def one(name):

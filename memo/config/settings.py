@@ -251,7 +251,7 @@ class Settings:
             return Kind(self.window * slides, None if "-" in name else local if slides else every)
         return tuple(map(kind, self.types))
 
-    @property
+    @cached_property
     def types(self) -> tuple[str, ...]:
         """Lists for each layer what layer_types say of it."""
         names = layer_names(self.layer_types or ("sliding" if self.sliding_window else "full"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from memo.config.rope import SCALINGS
 from memo.system.files import Json, JsonObject
 
-PATTERN = "sliding_window_pattern"
+PATTERN, LOCAL = "sliding_window_pattern", "rope_local_base_freq"  # of Gemma 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Family:
     local_theta: float = 0.0  # of sliding layers, if absent; 0: they have none of their own
     gain: float = 0.0  # what the gain of a norm is more than its weight
     defaults: JsonObject = field(default_factory=dict)
+    more: tuple[str, ...] = ()  # fields that are read beside those of all families
     ropes: Mapping[str, str] = field(default_factory=lambda: {kind: kind for kind in ("default", *SCALINGS)})
 
 
@@ -76,7 +77,8 @@ FAMILIES = {
     "qwen3": replace(LLAMA, architecture="Qwen3ForCausalLM", keys=LLAMA.keys | dict(qk_norm=True),
                      defaults=dict(num_key_value_heads=32, head_dim=128, sliding_window=4096)),
     "smollm3": replace(LLAMA, architecture="SmolLM3ForCausalLM", tied=True, theta=2e6,
-                       defaults=dict(num_key_value_heads=4)),
+                       defaults=dict(num_key_value_heads=4),
+                       more=("no_rope_layers", "no_rope_layer_interval")),
     "olmo2": OLMO2,
     "olmo3": replace(OLMO2, architecture="Olmo3ForCausalLM", keys=without(OLMO2.keys, "rope_local_theta"),
                      pattern=4, theta=5e5, local_theta=5e5, defaults=dict(sliding_window=4096)),
@@ -89,8 +91,8 @@ FAMILIES = {
         keys=without(LLAMA.keys, "query_scalar", "rope_local_theta") | dict(
             mlp="geglu", norms="both", qk_norm=True, scale_embeddings=True),
         defaults=dict(num_attention_heads=8, num_key_value_heads=4, head_dim=256, vocab_size=262208,
-                      max_position_embeddings=131072, query_pre_attn_scalar=256, sliding_window=4096,
-                      rope_local_base_freq=1e4) | {PATTERN: 6}),
+                      max_position_embeddings=131072, query_pre_attn_scalar=256, sliding_window=4096),
+        more=(PATTERN, LOCAL)),
     "phi3": replace(LLAMA, architecture="Phi3ForCausalLM", norm_eps=("rms_norm_eps", 1e-5),
                     names=LLAMA.names | dict.fromkeys("qkv", "self_attn.qkv_proj")
                     | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),

@@ -10,14 +10,13 @@ from pathlib import Path
 from memo.config.config import Config
 from memo.config.rope import SCALINGS, checked_scaling, parse_scaling
 from memo.errors import ConfigError, warn
-from memo.huggingface.families import FAMILIES, GPT2, PATTERN, Family, without
+from memo.huggingface.families import FAMILIES, GPT2, LOCAL, PATTERN, Family, without
 from memo.huggingface.layers import (
     BY_LAYER,
     FIELDS,
     FULL,
     GIVE_FOLDER,
     GIVE_OTHER,
-    NOPE_FIELDS,
     SLIDING,
     check_kinds,
     kind_fields,
@@ -52,7 +51,6 @@ OF_PICTURES = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_t
                "image_token_index")
 BESIDE = dict(rope_theta=10000.0, partial_rotary_factor=1.0)  # {field and key beside a scaling: default}
 ORIGINAL = "original_max_position_embeddings"
-LOCAL = "rope_local_base_freq"  # of Gemma 3
 ROPE = (*BESIDE, "rope_scaling", "rope_parameters", ORIGINAL)
 
 
@@ -111,8 +109,7 @@ def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
     """Raises ConfigError where memo does not know a field, or has not its value."""
     known = HARMLESS | {*family.sizes.values(), *family.only, family.norm_eps[0], "tie_word_embeddings"}
     known |= {"n_inner"} if family is GPT2 else {"num_key_value_heads", "head_dim", *ROPE, *FIELDS}
-    known |= {*family.defaults}
-    known |= {*NOPE_FIELDS} if hf["model_type"] == "smollm3" else set()
+    known |= {*family.defaults, *family.more}
     for name, value in hf.items():
         if name not in known and value not in (None, {}, []):  # an empty one says nothing
             raise ConfigError(f"{path}: memo does not know {name}={value!r:.100}, which may change the "

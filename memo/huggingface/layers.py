@@ -11,7 +11,6 @@ from memo.system.files import Json, JsonObject
 GIVE_FOLDER, GIVE_OTHER = "give a local folder of a model in safetensors", "give the folder of another model"
 FULL, SLIDING = "full_attention", "sliding_attention"
 FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-NOPE_FIELDS = ("no_rope_layers", "no_rope_layer_interval")  # of SmolLM3
 NOPE = "-nope"
 ALIKE = ("mistral", "phi3")  # families where all layers slide that have a sliding_window
 SWITCHED = ("qwen2", "qwen3", "smollm3")  # where use_sliding_window says whether any layer slides
@@ -122,6 +121,5 @@ def kind_fields(cfg: Settings, kind: str) -> JsonObject:
     if kind.startswith("qwen"):
         fields["max_window_layers"] = types.index(SLIDING)
     if kind == "smollm3":
-        fields["pad_token_id"] = None  # transformers would take 128004, beyond a smaller vocabulary
         fields["no_rope_layers"] = [int(not name.endswith(NOPE)) for name in names]
     return fields

@@ -89,11 +89,12 @@ def stretches(ranges: Ranges, mask: Mask) -> list[Stretch]:
 
 
 def joined(rows: Sequence[Range]) -> list[Range]:
-    """Joins ranges of rows that follow each other."""
+    """Joins ascending ranges of rows that follow each other, or overlap."""
     found = list[Range]()
     for first, end in rows:
-        if found and found[-1][1] == first:
-            first, _ = found.pop()
+        if found and first <= found[-1][1]:
+            first, before = found.pop()
+            end = max(before, end)
         found.append((first, end))
     return found
 

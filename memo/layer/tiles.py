@@ -23,6 +23,7 @@ from memo.layer.masks import (
     Ranges,
     Tile,
     Tiles,
+    joined,
     keys_seen,
     stretches,
     tiles_of,
@@ -211,13 +212,7 @@ def rows_of(ranges: Sequence[Range], first: float, end: float) -> Ranges:
 def rows_of_keys(tiles: Tiles, keys: Ranges) -> Ranges:
     """Joins the rows of all keys that the tiles have, ascending."""
     held = sum(end - first for first, end in keys)
-    rows = sorted(tile.keys.indices(held)[:2] for tile in tiles)
-    found = list[Range]()
-    for first, end in rows:
-        if found and first <= found[-1][1]:
-            first, end = found[-1][0], max(found.pop()[1], end)
-        found.append((first, end))
-    return tuple(found)
+    return tuple(joined(sorted(tile.keys.indices(held)[:2] for tile in tiles)))
 
 
 def within_ranges(rows: slice, ranges: Ranges) -> slice:
