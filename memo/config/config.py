@@ -10,7 +10,7 @@ from memo.config.formulas import parameters
 from memo.config.keys import Keys, Value, check_value, shown
 from memo.config.layer import head_groups, possible_groups
 from memo.config.rope import FACTORS, parse_scaling
-from memo.config.settings import FP8_MULTIPLE, Settings, layer_names
+from memo.config.settings import FP8_MULTIPLE, Settings, layer_names, slides
 from memo.errors import ConfigError
 
 
@@ -117,17 +117,17 @@ def broken_by_kinds(cfg: Settings) -> Iterator[str]:
         yield (f"layer_types={shown(given)} must be kinds of layers, sliding or full or either with -nope, "
                "each with how often it follows itself, as in sliding*5,full")
         return
-    slides = any(name.startswith("sliding") for name in names)
+    some = any(map(slides, names))
     if len(names) > L:
         yield (f"layer_types={shown(given)} has {len(names)} layers, more than n_layer={L}; leave some out, "
                "for they come over and over")
-    if given and slides != bool(W):
-        yield (f"layer_types={shown(given)} has {'a' if slides else 'no'} sliding layer and sliding_window="
-               f"{W}; " + ("give the tokens that it sees" if slides else "leave one of them out"))
+    if given and some != bool(W):
+        yield (f"layer_types={shown(given)} has {'a' if some else 'no'} sliding layer and sliding_window="
+               f"{W}; " + ("give the tokens that it sees" if some else "leave one of them out"))
     if (local or any("-" in name for name in names)) and cfg.position != "rope":
         key = f"rope_local_theta={local}" if local else f"layer_types={shown(given)}"
         yield f"{key} goes with position=rope only, not position={cfg.position}; leave one of them out"
-    if local and not slides:
+    if local and not some:
         yield (f"rope_local_theta={local} goes with sliding layers only, and there is none; leave it out, or "
                "give a sliding_window")
     if cfg.query_scalar and (cfg.position != "rope" or any("-" in name for name in names)

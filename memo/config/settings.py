@@ -31,6 +31,11 @@ def layer_names(layer_types: str) -> tuple[str, ...]:
     return tuple(chain.from_iterable([item[1]] * int(item[2] or 1) for item in items if item))
 
 
+def slides(name: str) -> bool:
+    """Says whether a kind of layers of layer_types has a window."""
+    return name.startswith("sliding")
+
+
 class Rope(NamedTuple):
     """Says how positions are rotated in: frequencies of base `theta`, changed by `scaling`, JSON."""
 
@@ -247,8 +252,7 @@ class Settings:
         local = Rope(self.rope_local_theta) if self.rope_local_theta else every
 
         def kind(name: str) -> Kind:
-            slides = name.startswith("sliding")
-            return Kind(self.window * slides, None if "-" in name else local if slides else every)
+            return Kind(self.window * slides(name), None if "-" in name else local if slides(name) else every)
         return tuple(map(kind, self.types))
 
     @cached_property

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from memo.config import layer
 from memo.config.config import SUBSEQUENCE_KEYS, Config
 from memo.config.layout import Layout, subsequence_lengths
+from memo.config.settings import slides
 from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.kernels import backends
@@ -85,10 +86,10 @@ def shortest(cfg: Layout, layers: int = 1) -> Layout:
     ends that cfg's has."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
     types = [*dict.fromkeys(cfg.types[k] for k in cfg.layers)] if cfg.layer_types else []
-    slides = not types or any(name.startswith("sliding") for name in types)
+    sliding = not types or any(map(slides, types))
     short = replace(cfg, n_layer=pp * layers * max(1, len(types)), layer_types=",".join(types), pp=pp,
-                    stage=int(not cfg.has_embedding), shares=(), sliding_window=cfg.sliding_window * slides,
-                    rope_local_theta=cfg.rope_local_theta * slides)
+                    stage=int(not cfg.has_embedding), shares=(), sliding_window=cfg.sliding_window * sliding,
+                    rope_local_theta=cfg.rope_local_theta * sliding)
     # a stage with a heavy head has fewer layers than others
     more = (replace(short, n_layer=n * short.n_layer) for n in count(1))
     return next(found for found in more if {*found.stage_kinds} == {*cfg.stage_kinds})

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, groupby, islice
 from pathlib import Path
 
-from memo.config.settings import MOST_LAYERS, Settings
+from memo.config.settings import MOST_LAYERS, Settings, slides
 from memo.errors import ConfigError
 from memo.system.files import Json, JsonObject
 
@@ -57,18 +57,18 @@ def kinds_of(path: Path, hf: Mapping[str, Json], L: int, window: int, pattern: i
         if kind not in BY_LAYER and window and FULL in types:
             raise wrong(path, "layer_types", types, f"absent: sliding_window={window} is that of every layer",
                         GIVE_OTHER)
-        slides = [name == SLIDING for name in types]
+        sliding = [name == SLIDING for name in types]
     elif pattern:
-        slides = [(k + 1) % pattern != 0 for k in range(L)]
+        sliding = [(k + 1) % pattern != 0 for k in range(L)]
     elif kind.startswith("qwen"):
         first = hf.get("max_window_layers", 28)
         if window and (type(first) is not int or first < 0):
             raise wrong(path, "max_window_layers", first, "a whole number, at least 0")
-        slides = [bool(window) and k >= first for k in range(L)]
+        sliding = [bool(window) and k >= first for k in range(L)]
     else:
-        slides = nope if kind == "smollm3" else [kind in ALIKE] * L
+        sliding = nope if kind == "smollm3" else [kind in ALIKE] * L
     return [("sliding" if of and window else "full") + NOPE * without
-            for of, without in zip(slides, nope, strict=True)]
+            for of, without in zip(sliding, nope, strict=True)]
 
 
 def in_short(names: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def kind_keys(path: Path, hf: Mapping[str, Json], L: int, default: Json, pattern
         raise wrong(path, "the number of layers", L, f"at most {MOST_LAYERS}", GIVE_OTHER)
     window = window_of(path, hf, default)
     names = kinds_of(path, hf, L, window, pattern)
-    if not any(name.startswith("sliding") for name in names):
+    if not any(map(slides, names)):
         window = 0
     alike = {*names} <= {"sliding"} or {*names} <= {"full"}  # as memo has them where nothing is said
     return dict(sliding_window=window, layer_types="" if alike else in_short(names))
@@ -108,7 +108,7 @@ def check_kinds(cfg: Settings, kind: str, like: str) -> None:
 def kind_fields(cfg: Settings, kind: str) -> JsonObject:
     """Makes the fields of a config.json of family `kind` that say what kinds of layers there are."""
     W, names = cfg.sliding_window, cfg.types
-    types = [SLIDING if name.startswith("sliding") else FULL for name in names]
+    types = [SLIDING if slides(name) else FULL for name in names]
     if kind in ALIKE:
         return dict(sliding_window=W or None)
     if kind not in BY_LAYER:
