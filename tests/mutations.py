@@ -115,8 +115,13 @@ MUTATIONS = [
              "x.unflatten(2, (H, -1)).select(3, 0)", "layout",
              "--cp=4 --context_parallel=ulysses --n_kv_head=2 --subsequences=1"),
     Mutation("key-gradients-of-a-step-before", "memo/states/passes.py",
-             "first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent",
-             "first = s.pieces and len(s.pieces) == 1 and not p.lent", "layout", "--subsequences=3"),
+             "end = i + 1 if i == len(self.tokens) - 1 else", "end = i + 1 if i == 0 else", "layout",
+             "--subsequences=3"),
+    Mutation("sums-of-a-later-piece", "memo/states/passes.py",  # which had the place before
+             "len(self.tokens) - 1 else max(0, i + 2 - read)", "len(self.tokens) - 1 else 0", "layout",
+             "--subsequences=5 --sliding_window=300"),
+    Mutation("keys-of-a-later-piece", "memo/schedule/keys.py", "most + (self.keys == \"copied\")", "1",
+             "modes", "--subsequences=5 --sliding_window=300"),
     Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
              "loss += run.model.forward(*one, scale=part, learned=learned) * part",
              "loss += run.model.forward(*one, scale=part * cfg.cp, learned=learned) * part", "layout",

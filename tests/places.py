@@ -68,10 +68,24 @@ class Memory:
         """Whether a unit's input comes from the host, where the layer below has sent it."""
         return self.copies_stream and self.order == "layer" and unit[0] > 0
 
+    def near(self, layer: int) -> int:
+        """How many subsequences' keys a unit of a layer reads, its own among them."""
+        return (self.fates.near or (self.subsequences,) * self.layers)[layer]
+
+    @cached_property
+    def ring(self) -> int:
+        """How many places units of all layers take in turns, layer by layer, where all have a window."""
+        most = max(map(self.near, range(self.layers)))
+        return 0 if most == self.subsequences else most + (self.trains and self.fates.keys == "copied")
+
     def keys(self, unit: Unit) -> Place:
         layer, i = unit
         if self.fates.keys == "stay":
             return "keys", unit
+        if self.order == "subsequence":
+            return "keys", layer, i % self.near(layer)
+        if self.ring:
+            return "keys", "ring", (layer * self.subsequences + i) % self.ring
         return ("keys", "first", layer % 2) if i == 0 else ("keys", i)
 
     def attention_reads(self, unit: Unit, own: bool) -> list[tuple[Place, Content]]:
@@ -83,7 +97,7 @@ class Memory:
         if layer not in self.keys_of_layers:
             units = [(layer, j) for j in range(self.subsequences)]
             self.keys_of_layers[layer] = [(self.keys(other), ("keys", other)) for other in units]
-        return self.keys_of_layers[layer][:i + own]
+        return self.keys_of_layers[layer][max(0, i - self.near(layer) + 1):i + own]
 
     def access(self, step: Step) -> Access:
         """What a step reads and writes, a layer's parameters and their gradients among it."""
@@ -193,9 +207,13 @@ class Memory:
     def turns(self) -> dict[Unit, int]:
         """The units whose input comes back, numbered in the order of those whose keys and values the sweeps
         replace."""
-        replaced = {(layer, i): (layer + (1 if i else 2), i) for layer, i in self.units}
-        came = [u for u in self.units if replaced[u] in self.number and self.number[u] in self.fates.copied]
-        came.sort(key=lambda u: self.number[u[0] + 1, u[1]], reverse=True)  # each behind the unit above
+        units = [unit for unit in self.units if unit[1] < self.subsequences]
+        after = {unit: next((late for late in units[k + 1:] if self.keys(late) == self.keys(unit)), None)
+                 for k, unit in enumerate(units)}
+        came = [unit for unit in units if after[unit] and self.number[unit] in self.fates.copied]
+        if self.order == "layer" and not self.ring:  # each behind the unit above, the first piece as well
+            after = {unit: Unit(unit[0] + 1, unit[1]) for unit in came}
+        came.sort(key=lambda unit: self.number[after[unit]], reverse=True)
         return {unit: turn for turn, unit in enumerate(came)}
 
     def messages(self) -> set[tuple[str, Unit]]:

@@ -12,7 +12,7 @@ from memo.memory.placement import Placement
 from memo.schedule import periods
 from memo.schedule.access import AccessTable
 from memo.schedule.listing import listing, shortened
-from memo.schedule.order import STREAM_PLACES, forward_order, keys_leave
+from memo.schedule.order import STREAM_PLACES, forward_order
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Access, Op
@@ -26,19 +26,21 @@ BACK = " back"
 
 def instances(n, seed=0):
     """n random (fates, layers, subsequences, order), all kinds of modes among them."""
-    rng = random.Random(seed)
+    rng, windows = random.Random(seed), random.Random(seed + 1000)
     for _ in range(n):
         layers, subsequences = rng.randint(1, 6), rng.randint(1, 4)
         order = rng.choice(["layer", "subsequence"])
         units = layers * subsequences
         mode = rng.choice(["keep", "recompute", *["swap"] * 6])
         by_layer = subsequences > 1 and order == "layer"
+        near = tuple(windows.choice([windows.randint(1, subsequences), subsequences]) for _ in range(layers))
+        near = near if subsequences > 1 and windows.random() < 0.5 and min(near) < subsequences else ()
         if mode == "keep":
             yield Fates(units, frozenset(), frozenset()), layers, subsequences, order
             continue
         if mode == "recompute":
-            dropped, keys = frozenset(range(units - 1)), "made" if by_layer else "stay"
-            fates = Fates(1, frozenset(), dropped, dropped, x_stays=True, keys=keys)
+            dropped, keys = frozenset(range(units - 1)), "made" if by_layer or near else "stay"
+            fates = Fates(1, frozenset(), dropped, dropped, x_stays=True, keys=keys, near=near)
             yield fates, layers, subsequences, order
             continue
         buffers = rng.randint(1, min(5, units))
@@ -48,9 +50,11 @@ def instances(n, seed=0):
             rebuilt |= {units - 2}  # it shares rows with the last unit
         some = rebuilt and rng.random() < 0.3
         inputs = frozenset(range(rng.randint(0, len(copied)))) if some else frozenset()
-        keys = rng.choice(["copied", "made", "stay"]) if by_layer else "stay"
+        ways = ["copied", "made", "stay"] if by_layer or near else ["stay"]
+        keys = (rng if by_layer else windows).choice(ways)
         stream = rng.choice(["whole", "copied"]) if subsequences > 1 else "whole"
-        yield Fates(buffers, copied, rebuilt, inputs, keys=keys, stream=stream), layers, subsequences, order
+        fates = Fates(buffers, copied, rebuilt, inputs, keys=keys, near=near, stream=stream)
+        yield fates, layers, subsequences, order
 
 
 def refusal(steps, instance, trains=True):
@@ -121,7 +125,7 @@ def arrives(unit, instance):
     return fates.stream == "copied" and unit in forward_order(layers, *how, ()).stream_leaves
 
 
-def rule_of_wait(step, wait):
+def rule_of_wait(step, wait, instance):
     """The rule that a schedule breaks without this wait of a step: each is needed."""
     match step.kind:
         case "offload":
@@ -132,8 +136,9 @@ def rule_of_wait(step, wait):
             return STREAM
         case "forward" if wait.kind == "prefetch stream":
             return COMPUTED
-        case "backward" if wait.kind == "prefetch gradient" and wait.unit == step.unit:
-            return {ABOVE, ARRIVED}  # with it the unit's own copy comes
+        case "backward" if wait.kind == "prefetch gradient" and wait.unit == step.unit or (
+                wait.kind == "prefetch keys" and arrives((step.unit[0] + 1, step.unit[1]), instance)):
+            return {ABOVE, ARRIVED}  # with it the unit's own copy comes, or its gradient has come before
         case "prefetch input" if wait.kind == "offload":
             return FETCHED
         case "prefetch stream" | "prefetch gradient":  # the copy and the place, by one wait or two
@@ -154,7 +159,7 @@ def test_each_wait_of_a_schedule_is_needed():
         for step, waits in steps.items():
             for wait in waits:
                 why = refusal(unaware(steps, step, wait), instance)
-                rule = rule_of_wait(step, wait)
+                rule = rule_of_wait(step, wait, instance)
                 found = why and why.partition(":")[0]
                 assert found == rule or isinstance(rule, set) and found in rule, (step, wait, why, instance)
                 seen.add((step.kind, wait.kind, found))
@@ -168,7 +173,8 @@ def test_each_wait_of_a_schedule_is_needed():
         *(("prefetch stream", "offload stream", rule) for rule in (FETCHED, REFILLED)),
         *(("prefetch gradient", "offload gradient", rule) for rule in (FETCHED, REFILLED, LEFT)),
         *(("prefetch gradient", "embedding backward", rule) for rule in (FETCHED, REFILLED)),
-        ("backward", "prefetch gradient", ABOVE), ("backward", "prefetch gradient", ARRIVED),
+        ("backward", "prefetch keys", ABOVE), ("backward", "prefetch gradient", ABOVE),
+        ("backward", "prefetch gradient", ARRIVED),
         *((kind, "backward", rule) for kind in ("prefetch", "prefetch keys") for rule in (REFILLED, FETCHED)),
         ("prefetch input", "sweep", REFILLED),
         ("sweep", "prefetch input", ARRIVED), *((kind, copy, ARRIVED) for kind in ("recompute", "backward")
@@ -194,6 +200,7 @@ def rule_of_step(step, instance):
     k, layer = units.index(step.unit), step.unit[0]
     only_input, last_layer = k in fates.input_only, layer == layers - 1
     came, leaves = arrives(step.unit, instance), arrives((layer + 1, step.unit[1]), instance)
+    near = fates.near[layer] if fates.near else subsequences
     match step.kind:
         case "embedding":
             return COMPUTED, "forward"
@@ -205,13 +212,14 @@ def rule_of_step(step, instance):
             return STREAM, "offload stream"
         case "backward" if came:
             return STREAM, "offload gradient"
-        case "forward" if fates.keys == "copied" and keys_leave(step.unit, layers):
+        case "forward" if fates.keys == "copied" and step.unit in Program(*instance).key_places.leaving:
             return KEYS_COPIED, "offload keys"
         case "forward" if leaves and not last_layer:
             return STREAM, "offload stream"
         case "forward" if k in fates.copied and (subsequences > 1 or not only_input):
             return COPIED, "offload"
-        case "forward" if order == "layer" and not last_layer and step.unit[1] < subsequences - 1:
+        case "forward" if (order == "layer" and not last_layer and near > 1
+                           and step.unit[1] < subsequences - 1):
             return KEYS_READ, "forward"  # which comes before the layer above
         case "forward":
             return COMPUTED, "head" if last_layer else "forward"
@@ -223,8 +231,8 @@ def rule_of_step(step, instance):
                                  if other.unit == step.unit and other.kind in ("prefetch", *inputs))
         case "offload keys":
             return FETCHED, "prefetch keys"
-        case "prefetch keys" | "sweep":  # the layer's first backward reads it
-            first = units.index((layer, subsequences - 1))
+        case "prefetch keys" | "sweep":  # the first backward that reads it
+            first = units.index((layer, min(step.unit[1] + near, subsequences) - 1))
             return ARRIVED, "recompute" if first in fates.input_only else "backward"
         case "prefetch input":
             return ARRIVED, "sweep"

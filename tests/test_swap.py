@@ -163,12 +163,17 @@ FATES = [dict(activation="recompute"), dict(activation="swap"), HALF, HALF | dic
              {}, dict(keys="made", input_only=9), dict(n_buffers=7), dict(x_stays=True),
              dict(stays=dict(x=1024, q=512))))]
 
+SLIDES = LLAMA | dict(n_head=4, sliding_window=90, layer_types="sliding,full,sliding")
+SLID = FATES[::3] + [HALF | dict(changed=dict(keys="copied") | more)
+                     for more in ({}, dict(n_buffers=7), dict(stream="copied"), dict(x_stays=True))]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order, S, keys, fates", [  # own rows of a unit: 512, and with S = 313 others
     ("layer", 256, dict(n_head=4), FATES), ("subsequence", 313, LLAMA | dict(n_head=4), FATES),
     ("layer", 313, LLAMA | dict(n_head=4, n_kv_head=1, qk_norm=True), FATES[::2]),
-    ("layer", 313, OLMO | dict(n_head=4, norms="both"), FATES[1::3])], ids=str)
+    ("layer", 313, OLMO | dict(n_head=4, norms="both"), FATES[1::3]),
+    ("layer", 256, dict(n_head=4, sliding_window=65), FATES), ("subsequence", 313, SLIDES, SLID)], ids=str)
 def test_every_fate_of_several_subsequences_alike(order, S, keys, fates):
     one = trained(8, S, torch.float32, 1, n_layer=3, activation="keep", **keys)
     keys = keys | dict(n_layer=3, subsequences=4, subsequence_cut="equal" if S == 256 else "flops",
@@ -176,7 +181,7 @@ def test_every_fate_of_several_subsequences_alike(order, S, keys, fates):
     keep = trained(8, S, torch.float32, 1, activation="keep", **keys)
     assert abs(keep[0] - one[0]) < 1e-5 and error(keep[1], one[1]) < 1e-5
     for fate in fates:
-        if order == "layer" or "keys" not in fate.get("changed", {}):
+        if order == "layer" or "layer_types" in keys or "keys" not in fate.get("changed", {}):
             assert same(trained(8, S, torch.float32, 1, **fate, **keys), keep), fate
 
 

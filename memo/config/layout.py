@@ -1,10 +1,10 @@
 """How a config is laid out: what was decided, which layers a stage has, how many ranks share what, and the
 communicators that they need. No torch; memo/parallel/mesh.py puts ranks on axes."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Self
 
 from memo.config.config import CHOSEN_KEYS, Config, as_keys
@@ -196,6 +196,22 @@ def subsequence_lengths(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
               if cfg.subsequence_cut == "flops"
               else [count // N + (i < count % N) for i in range(N)])  # the earlier ones have one more
     return tuple(n * multiple for n in counts)
+
+
+def pieces_near(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
+    """Counts for each layer of a stage how many subsequences' keys a unit reads at most, its own among them;
+    (): all up to its own, in all layers. Stages that compute for each other lend all of them."""
+    lengths = subsequence_lengths(cfg, S)
+
+    def near(window: int) -> int:
+        if not window:
+            return len(lengths)
+        ends = [*accumulate(lengths, initial=0)]
+        oldest = (max(0, first - window + 1) for first in ends[:-1])  # token that is seen
+        return max(i + 2 - bisect_right(ends, token) for i, token in enumerate(oldest))
+    found = {window: near(window) for window in {kind.window for kind in cfg.stage_kinds}}
+    slides = not cfg.shares and min(found.values()) < len(lengths)
+    return tuple(found[kind.window] for kind in cfg.stage_kinds) if slides else ()
 
 
 def slice_lengths(cfg: Layout, S: int | None = None) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memo.config.formulas import head_share
 from memo.config.layer import INPUT, SPLIT_ROWS, Tensor, groups_of, keys_dealt, tensors_of
-from memo.config.layout import Layout, subsequence_lengths, unit_rows
+from memo.config.layout import Layout, pieces_near, subsequence_lengths, unit_rows
 from memo.decide import alpha
 from memo.decide.alpha import AlphaProblem, Fractions, SwapPlan
 from memo.decide.step_seconds import STAY, Ends, StateSeconds, UnitRates, pieces_of, step_seconds
@@ -59,15 +59,18 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
                           receives=not cfg.has_embedding, sends=not cfg.has_head,
                           guests=tuple(piece for piece in cfg.shares if piece.helper == cfg.stage),
                           lent=tuple(piece for piece in cfg.shares if piece.stage == cfg.stage),
-                          layers_come=cfg.layers_come, edges_come=cfg.edges_come)
+                          near=pieces_near(cfg, T * cfg.cp), layers_come=cfg.layers_come,
+                          edges_come=cfg.edges_come)
     return replace(placement, n_buffers=placement.n_units)
 
 
-def placed(cfg: Layout, n_buffers: int, keys: str = "copied", stream: str = "") -> Placement:
+def placed(cfg: Layout, n_buffers: int, keys: str = "", stream: str = "") -> Placement:
     """Places the units of a config in so many buffers. `keys`: what becomes of keys and values that give way
-    to the next layer's; `stream`: of what lies between layers, by default whole, or passed on."""
+    to later ones, by default copied layer by layer, else none does; `stream`: of what lies between layers, by
+    default whole, or passed on."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
-    stay = whole.n_units == whole.n_layer or n_buffers >= whole.n_units or not cfg.by_layer
+    keys = keys or ("copied" if cfg.by_layer else "stay")
+    stay = not whole.keys_may_leave or n_buffers >= whole.n_units
     return replace(whole, n_buffers=min(whole.n_units, n_buffers), keys="stay" if stay else keys,
                    stream=stream or ("whole" if cfg.has_head else "passed"))
 
@@ -219,12 +222,13 @@ def ways_of(cfg: Layout) -> list[dict[str, str]]:
     """Lists what placed() may be given beside the config; the first serves where others do too."""
     if cfg.subsequences == 1 or not swaps_layers(cfg):
         return [{}]
-    keys = ("copied", "made") if cfg.by_layer else ("stay",)
+    away = ("copied", "made") if placed(cfg, 1).keys_may_leave else ()
+    keys = away if cfg.by_layer else ("stay", *away)
     streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 
-def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys: str = "copied",
+def problem_of(cfg: Layout, itemsize: int, rates: Rates | None, room: Room, keys: str = "",
                stream: str = "") -> AlphaProblem:
     """Poses the alpha program's problem with two buffers; without rates every copy hides."""
     p, rate = placed(cfg, 2, keys=keys, stream=stream), rates.offload_bytes_per_s if rates else 1.0
@@ -371,8 +375,9 @@ class StageFacts:
 
     def problem(self, placement: Placement) -> AlphaProblem:
         """Finds the problem that `placement` is an answer to."""
+        ways = placement.stream, placement.keys
         return next(problem for problem in problems_of(self.cfg, self.itemsize, self.rates, self.room)
-                    if problem.placement.stream == placement.stream)
+                    if (problem.placement.stream, problem.placement.keys) == ways)
 
 
 def measured_ends(cfg: Layout, rates: Rates | None) -> Ends | None:

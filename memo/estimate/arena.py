@@ -17,6 +17,7 @@ from memo.config import layer
 from memo.config.config import SUBSEQUENCE_KEYS, Config
 from memo.config.layout import Layout, subsequence_lengths
 from memo.config.settings import slides
+from memo.decide.where import placed
 from memo.dsa.solvers import libraries
 from memo.errors import ConfigError
 from memo.kernels import backends
@@ -159,7 +160,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
     if cfg.subsequences > 1:
         gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
-        if cfg.by_layer and cfg.activation == "recompute":
+        if cfg.activation == "recompute" and placed(cfg, 1, keys="made").keys == "made":
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
         if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
             dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them

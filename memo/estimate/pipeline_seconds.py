@@ -12,7 +12,6 @@ from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes
 from memo.estimate.unit_seconds import ModelledRates
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
-from memo.schedule.order import keys_leave
 from memo.schedule.periods import totals_of
 from memo.schedule.program import LAYER_PLACES
 from memo.schedule.simulate import Times, times_of_stages
@@ -185,10 +184,10 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
         p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
         state_seconds(cfg, machine, world, itemsize), kinds=cfg.stage_kinds), cfg.layers_alike)
     again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
-    swept = [unit.subsequence for unit in p.units if p.keys == "made" and keys_leave(unit, p.n_layer)]
+    swept = p.key_places.leaving_pieces if p.keys == "made" else {}
     parts = {"attention": cfg.n_layer * fsum(unit.attention_kernels_s for unit in units),
              "messages": cfg.n_layer * fsum(unit.messages_s for unit in units),
-             "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}
+             "recompute": again + sum(n * units[i].sweep_s for i, n in swept.items()), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = (head_s(cfg, machine, itemsize, layer.learned)
                                    + embedding_s(cfg, machine, itemsize))

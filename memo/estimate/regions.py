@@ -128,7 +128,7 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
              *(Line(region, what[region], nbytes) for region, nbytes in regions.items() if nbytes),
              *(Line("swap", f"{name} of {swaps}", 0, nbytes) for name, nbytes in swapped.items() if nbytes)]
     lines += [Line("swap", "stream between the layers", 0, stream)] * bool(stream)
-    leaving = sum(p.forward_order.keys_leaving.values())
+    leaving = len(p.key_places.leaving)
     return lines + [Line("swap", f"keys and values of {leaving} units", 0, keys)] * bool(keys)
 
 

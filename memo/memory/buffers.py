@@ -139,7 +139,7 @@ class Swap:
     def add_pieces(self, gradients: bool) -> None:
         """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows."""
         p, (tokens, heads) = self.placement, self.key_shape
-        table, D = self.sizes.table, self.layer.head_dim
+        places, (keys_at, sums_at), D = p.key_places, p.keys_laid_out, self.layer.head_dim
 
         def piece(memory: torch.Tensor, first: int, rows: int) -> Pair:
             row = 2 * tokens * heads * D  # elements of k and v of a row
@@ -149,8 +149,8 @@ class Swap:
             ("keys", self.dtype), ("key_gradients", torch.float32)))
         for layer in range(p.n_layer):
             units = [Unit(layer, i) for i in range(p.subsequences)]
-            of_layer = [piece(keys, p.first_row(table.keys(unit)), p.cuts[unit[1]]) for unit in units]
-            sums_of_layer = [piece(sums, p.first_row(place_at(Region.SUMS, *unit)), p.cuts[unit[1]])
+            of_layer = [piece(keys, keys_at.first[places.at(unit)], p.cuts[unit[1]]) for unit in units]
+            sums_of_layer = [piece(sums, sums_at.first[places.sums_at(unit)], p.cuts[unit[1]])
                              for unit in units if gradients]
             for n, unit in enumerate(units, 1):
                 self.keys[unit], self.sums[unit] = of_layer[:n], sums_of_layer[:n]

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from memo.config.layer import INPUT, KEYS_VALUES, SPLIT_ROWS
 from memo.config.msp import Help, guest_number
+from memo.schedule.keys import KeyPlaces, LaidOut, key_places, keys_laid_out
 from memo.schedule.order import STREAM_PLACES, ForwardOrder, InOrder, forward_order
 from memo.schedule.program import Fates, Program, Surroundings
 from memo.schedule.step import Place, Region, Unit
@@ -180,24 +181,33 @@ class Placement(Surroundings, InOrder):
         return stream_rows(self.forward_order, self.cuts, self.kept.get(INPUT) == 0)
 
     @property
+    def keys_may_leave(self) -> bool:
+        """Says whether keys and values may give way to later ones: layer by layer, or where layers slide."""
+        return self.several and (self.order == "layer" or bool(self.near))
+
+    @property
+    def key_places(self) -> KeyPlaces:
+        return key_places(self.forward_order, self.keys, self.near)
+
+    @property
+    def keys_laid_out(self) -> tuple[LaidOut, LaidOut]:
+        """Lays out the rows of keys and values, and of the sums of their gradients."""
+        return keys_laid_out(self.key_places, self.cuts)
+
+    @property
     def own_stream_rows(self) -> int:
         """Counts the rows of the stream's memory, beside those of guests."""
         return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
 
     def first_row(self, place: Place) -> int:
-        """Finds the first row of a place in the memory of the stream, of keys, or of sums of gradients."""
+        """Finds the first row of a place in the memory of the stream."""
         match place.region, place.at:
             case Region.GUEST_STREAM, (number,):
                 before = self.guests[:[*self.guest_of].index(number)]
                 return self.own_stream_rows + sum(piece.rows for piece in before)
             case Region.STREAM, (turn,) if self.stream != "whole":
                 return turn * max(self.cuts)
-            case Region.KEYS, (0, odd) if self.keys != "stay":  # the first piece has two places
-                return odd * self.n_rows
-            case Region.SUMS, (_, i) if self.order == "layer":  # those of one layer
-                return sum(self.cuts[:i])
-        *layer, i = place.at
-        return sum(layer) * self.n_rows + sum(self.cuts[:i])
+        return sum(self.cuts[:place.at[0]])  # of a stream that is whole
 
     @cached_property
     def like(self) -> list[int]:

@@ -11,7 +11,6 @@ from memo.errors import OutOfHostMemory
 from memo.memory.placement import Placement
 from memo.schedule.access import AccessTable
 from memo.schedule.help import HELPER_PLACES
-from memo.schedule.order import keys_leave
 from memo.schedule.program import SWEEP_PLACES
 from memo.schedule.step import Content, Part, Step
 
@@ -53,13 +52,12 @@ class Sizes:
         resident = {"resident": sum(self.survivor_bytes(resident=True).values())} if p.stays else {}
         if not p.several:
             return resident
-        layers = p.n_layer if p.keys == "stay" else 1
+        keys, sums = p.keys_laid_out
         made = p.keys == "made" and not p.x_stays  # from inputs that swapped units have sent
-        sweeps = (unit for unit in p.units[:max(0, p.n_swapped)] if keys_leave(unit, p.n_layer))
-        summed = p.n_layer if p.order == "subsequence" else 1
+        sweeps = (unit for unit in p.units[:max(0, p.n_swapped)] if unit in p.key_places.leaving)
         return resident | {
-            "keys": self.keys_row_bytes * (layers * p.n_rows + (p.cuts[0] if p.keys != "stay" else 0)),
-            "key_gradients": self.sums_row_bytes * summed * p.n_rows,
+            "keys": self.keys_row_bytes * keys.rows,
+            "key_gradients": self.sums_row_bytes * sums.rows,
             "stream": x * (p.own_stream_rows + sum(piece.rows for piece in p.guests)),
             "sweep": x * max(p.cuts) * len([*islice(sweeps, SWEEP_PLACES)]) * made}
 
@@ -102,15 +100,16 @@ class Sizes:
 
     @property
     def layer_keys_bytes(self) -> int:
-        """Counts the bytes of keys and values that a layer sends."""
-        return self.sent_keys_row_bytes * self.placement.n_rows
+        """Counts the bytes of keys and values that a layer sends, in the mean of all layers."""
+        p = self.placement
+        sending = p.n_layer if p.order == "layer" else len({unit.layer for unit in p.key_places.leaving})
+        return self.sent_keys_row_bytes * p.n_rows * sending // p.n_layer
 
     @property
     def keys_bytes(self) -> int:
         """Counts the bytes of keys and values that go to the host, of all units."""
         p = self.placement
-        leaving = sum(n * p.lengths[i] for i, n in p.forward_order.keys_leaving.items())
-        return self.sent_keys_row_bytes * leaving
+        return self.sent_keys_row_bytes * sum(n * p.cuts[i] for i, n in p.key_places.leaving_pieces.items())
 
     def survivor_bytes(self, resident: bool = False) -> dict[str, int]:
         """Counts {tensor: bytes of what all units send to the host, or to where it stays}."""

@@ -185,8 +185,8 @@ def furnish(run: Run, folder: Path) -> None:
 
 def placement_record(placement: Placement) -> dict[str, object]:
     """Lists the fields of a placement for plan.json, but those that say nothing here."""
-    silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come", "stays")
-              if not getattr(placement, name)}
+    silent = {name for name in ("receives", "sends", "guests", "lent", "layers_come", "edges_come", "stays",
+                                "near") if not getattr(placement, name)}
     silent |= set() if placement.several else {"cuts", "order", "keys", "stream", "dealt"}
     said = {name: value for name, value in asdict(placement).items() if name not in silent}
     return said | {name: [piece._asdict() for piece in getattr(placement, name)]

@@ -72,10 +72,7 @@ class AccessTable:
         """Finds where a unit's own keys and values lie."""
         if unit.subsequence in self.guests:
             return place_at(Region.GUEST_KEYS, self.turn[unit])
-        if self.program.keys == "stay":
-            return place_at(Region.KEYS, *unit)
-        layer, i = unit
-        return place_at(Region.KEYS, i) if i else place_at(Region.KEYS, i, layer % 2)
+        return place_at(Region.KEYS, *self.program.key_places.at(unit))
 
     def places(self, part: Part) -> Places:
         """Lists where a part lies on the device; of what is repaid: what a home adds it to."""
@@ -137,7 +134,8 @@ class AccessTable:
             return self.places(Part(Content.LOAN, unit)) + [self.keys(unit)] * own
         if layer not in self.keys_of_layer:
             self.keys_of_layer[layer] = [self.keys(Unit(layer, x)) for x in range(self.program.subsequences)]
-        return self.keys_of_layer[layer][:i + own]
+        first = max(0, i + 1 - self.program.key_places.read(layer))
+        return self.keys_of_layer[layer][first:i + own]
 
     # --- what moves ---
 

@@ -1,7 +1,6 @@
 """The units of a stage in the order of the forward, and what follows from this order alone. No torch."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -10,18 +9,6 @@ from memo.config.msp import Shares, guest_number, guest_units
 from memo.schedule.step import Unit
 
 STREAM_PLACES = 3  # of a subsequence each, where the stream is copied, or sent to the next stage
-
-
-def keys_below(unit: Unit) -> Unit:
-    """Finds whose keys and values had the place of this unit's before; a negative layer where none had."""
-    layer, i = unit
-    return Unit(layer - (1 if i else 2), i)
-
-
-def keys_leave(unit: Unit, layers: int) -> bool:
-    """Says whether a later layer takes over the place of a unit's keys and values."""
-    layer, i = unit
-    return layer + (1 if i else 2) < layers
 
 
 @dataclass(frozen=True)
@@ -65,12 +52,6 @@ class ForwardOrder:
         is copied; of layer `layers`, no unit, the head's gradients, but for the last STREAM_PLACES."""
         heads = [Unit(self.layers, i) for i in range(self.subsequences - STREAM_PLACES)]
         return [unit for unit in self.units if unit.layer > 0 and self.by == "layer"] + heads
-
-    @cached_property
-    def keys_leaving(self) -> Counter[int]:
-        """Counts by kind the units whose keys and values give way to another layer's."""
-        return Counter(kind for kind, unit in zip(self.kinds, self.units, strict=True)
-                       if keys_leave(unit, self.layers))
 
 
 forward_order = lru_cache(32)(ForwardOrder)  # many placements of a search have the same

@@ -68,7 +68,8 @@ def of_few(program: Program, layers: Sequence[int], subsequences: Sequence[int])
     assert len(subsequences) == program.subsequences or not (f.guests or f.lent)  # guests have their numbers
     guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
                     for pieces in (f.guests, f.lent))
-    few = replace(program, fates=replace(f, guests=guests, lent=lent), layers=len(layers),
+    near = tuple(min(len(subsequences), f.near[layer]) for layer in layers) if f.near else ()
+    few = replace(program, fates=replace(f, guests=guests, lent=lent, near=near), layers=len(layers),
                   subsequences=len(subsequences))
     like = [program.number[Unit(layers[layer], subsequences[i] if i < len(subsequences) else i)]
             for layer, i in few.units]

@@ -15,8 +15,7 @@ That is MEMO. The rest is of subsequences, of stages, of layers that come: skip 
 With several subsequences a unit reads the keys and values of its layer's earlier ones. Layer by layer only
 one layer's lie on the device. The next layer writes over them, a subsequence (a piece) at a time: so each
 piece is copied to the slab first. It comes back when the backward of the layer above is done with that place;
-or a sweep makes it again from the layer's input, right behind that backward. The first piece has two places:
-a layer's first backward unit reads all pieces while the layer above still needs its first.
+or a sweep makes it again from the layer's input, right behind that backward (memo/schedule/keys.py).
 
 What lies between two layers, the residual stream (STREAM in names; no CUDA stream), is whole on the device or
 has a few places there, which units take in turns: one arrives, one is computed on, one leaves. A unit's
@@ -41,7 +40,8 @@ from functools import cached_property
 
 from memo.config.msp import Shares
 from memo.schedule.help import Helper, Home
-from memo.schedule.order import ForwardOrder, InOrder, forward_order, keys_below, keys_leave
+from memo.schedule.keys import KeyPlaces, key_places
+from memo.schedule.order import ForwardOrder, InOrder, forward_order
 from memo.schedule.step import Moved, Op, Step, Unit
 
 SWEEP_PLACES = 2  # for the inputs that sweeps read: one is read while the next one arrives
@@ -53,7 +53,8 @@ EMBEDDING = -1  # its number among the layers that come; the head's is that of l
 class Surroundings:
     """Says what becomes of a stage's other tensors, whatever its units keep.
 
-    With several subsequences, `keys` "stay" (those of all layers have places), are "copied" or "made"; the
+    With several subsequences, `keys` "stay" (those of all layers have places), are "copied" or "made"; of
+    each layer a unit reads at most `near` pieces of keys, its own the last; (): all up to its own. The
     `stream` between layers is "whole", "copied" or, with a few places that are sent, "passed". `receives`:
     another stage sends the input of the first layer; `sends`: one takes the output of the last. `guests`:
     what the stage computes for others (MSP); `lent`: what others compute for it (memo/schedule/help.py).
@@ -61,6 +62,7 @@ class Surroundings:
     """
 
     keys: str = "stay"
+    near: tuple[int, ...] = ()
     stream: str = "whole"
     receives: bool = False
     sends: bool = False
@@ -125,6 +127,10 @@ class Program(InOrder):
         return "made" if self.fates.keys == "copied" and not self.trains else self.fates.keys
 
     @cached_property
+    def key_places(self) -> KeyPlaces:
+        return key_places(self.forward_order, self.keys, self.fates.near)
+
+    @cached_property
     def copied(self) -> frozenset[int]:
         """Numbers the units whose activations are copied: none in a forward alone, which keeps nothing."""
         return self.fates.copied if self.trains else frozenset()
@@ -151,11 +157,9 @@ class Program(InOrder):
         return [] if self.fates.x_stays else [unit for unit in swept if self.number[unit] in self.copied]
 
     def swept_behind(self, unit: Unit) -> list[Unit]:
-        """Lists the unit whose keys a sweep makes behind the backward of that above; none: they are there."""
-        if self.keys != "made" or not unit.layer:
-            return []
-        below = Unit(unit.layer - 1, unit.subsequence)
-        return [below] if keys_leave(below, self.layers) else []
+        """Lists the unit whose keys a sweep makes behind the backward of this one; none: they are there."""
+        made = self.key_places.made_behind(unit) if self.keys == "made" else None
+        return [made] if made else []
 
     @cached_property
     def input_after(self) -> dict[Unit, Unit]:
@@ -212,7 +216,7 @@ class Program(InOrder):
         yield Step(Op.FORWARD, unit)
         yield from self.home.after_forward(unit)
         yield from self.next_layer(layer, i)
-        if self.keys == "copied" and keys_leave(unit, self.layers):
+        if self.keys == "copied" and unit in self.key_places.leaving:
             yield Step(Op.OFFLOAD, unit, Moved.KEYS)
         if self.streams_output(unit) and layer < self.layers - 1:
             yield Step(Op.OFFLOAD, unit, Moved.STREAM)
@@ -279,8 +283,8 @@ class Program(InOrder):
             yield from self.send_gradients(layer)
         if unit in self.streamed:
             yield Step(Op.OFFLOAD, unit, Moved.GRADIENT, back=True)
-        if self.keys == "copied" and (below := keys_below(unit)) in self.number:
-            yield Step(Op.PREFETCH, below, Moved.KEYS, back=True)
+        if self.keys == "copied" and (before := self.key_places.before.get(unit)):
+            yield Step(Op.PREFETCH, before, Moved.KEYS, back=True)
         if k - n in self.copied:
             yield Step(Op.PREFETCH, self.units[k - n], Moved.ACTIVATIONS, back=True)
         if complete:  # behind the prefetches of activations, which need not wait for gradients to leave

@@ -196,9 +196,9 @@ class Model(Parameters):
         layers is copied where all would take over half of what a GPU has free."""
         # one buffer, and of no tensor a row that outlives its layer
         nothing = dict.fromkeys((t.name for t in layer_of(self.cfg).skeletal), 0)
-        keys = "made" if self.cfg.by_layer else "stay"  # there is no backward to make them for
-        p = replace(all_kept(self.cfg, B, T), n_layer=n_layer or len(self.gpt.blocks), n_buffers=1,
-                    kept=nothing, keys=keys)
+        whole, n_layer = all_kept(self.cfg, B, T), n_layer or len(self.gpt.blocks)
+        keys = "made" if whole.keys_may_leave else "stay"  # there is no backward to make them for
+        p = replace(whole, n_layer=n_layer, n_buffers=1, kept=nothing, keys=keys, near=whole.near[:n_layer])
         tensors = layer_of(self.cfg).tensors(B, T, self.dtype.itemsize, self.mesh.weights.size)
         spare = free_bytes(self.device)[0] / 2 if self.device.type == "cuda" else math.inf
         self.reserve(B, T, with_stream(p, tensors, spare), streams, pin)
@@ -333,9 +333,12 @@ class Model(Parameters):
         s, p = self.swap.units[unit], self.swap.placement
         if unit[1] in p.guest_of:
             return self.swap.views(Part(Content.REPAID, unit))
-        # the first of the layer's to come; what helpers add to is 0 by then
-        first = s.pieces and len(s.pieces) == len(self.tokens) and not p.lent
-        return [t for pair in s.sums for t in pair] if first else []
+        if not s.pieces or p.lent:  # what helpers add to is 0 by then
+            return []
+        # pieces that no later unit of the layer reads, so none has added to
+        read, i = p.key_places.read(unit.layer), unit.subsequence
+        end = i + 1 if i == len(self.tokens) - 1 else max(0, i + 2 - read)
+        return [t for pair in s.sums[max(0, i + 1 - read):end] for t in pair]
 
     # With one subsequence the input of a unit lies where the layer below has written it. With several each
     # unit has a copy, which leaves for the host while the layer above already writes over the original.

@@ -18,7 +18,8 @@ IN_ORDER = FOUR | dict(unit_order="subsequence")
 LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
             "four, six buffers": FOUR, "four, keys made": FOUR, "four in order": IN_ORDER,
             "four, stream copied": FOUR, "four, keys made, stream copied": FOUR,
-            "four in order, stream copied": IN_ORDER,
+            "four in order, stream copied": IN_ORDER, "four, sliding": FOUR | dict(sliding_window=300),
+            "four in order, keys copied": IN_ORDER | WINDOW, "four in order, keys made": IN_ORDER | WINDOW,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
             "four, ring, window": FOUR | dict(cp=4, block_size=16384) | WINDOW,
             "four, ulysses": FOUR | dict(cp=2, context_parallel="ulysses"),
@@ -33,6 +34,7 @@ LAYOUTS |= {"states host": COME, "four, states host, keys made": FOUR | ENDS_COM
 PLACED = {"four, six buffers": dict(n_buffers=6), "four, keys made": dict(keys="made"),
           "four, stream copied": dict(stream="copied"), "four in order, stream copied": dict(stream="copied"),
           "four, keys made, stream copied": dict(keys="made", stream="copied"),
+          "four in order, keys copied": dict(keys="copied"), "four in order, keys made": dict(keys="made"),
           "four, states host, keys made": dict(keys="made")}
 # {layout: {what the swap waits for: the two sides of the race without}}
 COPIES = {"forward": ("offload", "forward"), "offload": ("offload", "forward"),
@@ -44,11 +46,12 @@ STREAM = {"offload stream": ("offload stream", "prefetch stream"),
           "offload gradient": ("offload gradient", "prefetch gradient"),
           "prefetch gradient": ("prefetch gradient", "backward"),
           "head": ("offload stream", "head")}
+MADE = {"prefetch input": ("prefetch input", "sweep"), "sweep": ("prefetch input", "sweep")}
 SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order": COPIES,
+              "four, sliding": KEYS, "four in order, keys copied": KEYS, "four in order, keys made": MADE,
               "four, six buffers": UNITS | {"offload keys": ("offload keys", "forward"),
                                             "prefetch keys": ("prefetch keys", "backward")},
-              "four, keys made": COPIES | {"prefetch input": ("prefetch input", "sweep"),
-                                           "sweep": ("prefetch input", "sweep")},
+              "four, keys made": COPIES | MADE,
               "four, stream copied": STREAM | {"forward": ("offload stream", "forward"),
                                                "backward": ("offload gradient", "backward")},
               "stage": {"forward": ("send", "forward"), "receive": ("receive", "forward"),
