@@ -102,6 +102,13 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
     return numel, [line for line in lines if line.device_bytes or line.host_bytes]
 
 
+def held_words(p: Placement, places: int) -> str:
+    """Says of which layers the device has places for keys and values, or of how many units."""
+    layers, more = divmod(places, p.subsequences)
+    whole = layers and more <= (p.order == "layer")  # of the first piece there are two places
+    return counted(layers, "layer") if whole else f"{places} of {p.n_layer * p.subsequences} units"
+
+
 def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:
     """Lists the Lines of skeletal activations, and of what stages lend. `data`: see local_layout."""
     p, tensors = placement, tensors_of(cfg, itemsize)
@@ -115,9 +122,8 @@ def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int
         swapped["others" if tensors[name].group else INPUT if name == INPUT else always] += nbytes
     of = f"{L} x {p.subsequences} units" if p.several else counted(L, "layer")
     swaps = f"{p.n_swapped} swapped {p.what}"
-    layers = [counted(held, "layer") for held in
-              (L if p.keys == "stay" else 1, L if p.order == "subsequence" else 1)]
-    what = {"keys": f"keys and values of {layers[0]}", "key_gradients": f"their gradients of {layers[1]}",
+    keys_of, sums_of = (held_words(p, len(laid.first)) for laid in p.keys_laid_out) if p.several else ("", "")
+    what = {"keys": f"keys and values of {keys_of}", "key_gradients": f"their gradients of {sums_of}",
             "stream": "stream between two layers" if p.stream == "whole" else "places of the stream",
             "resident": "rows whose copy is here", "sweep": "inputs to make keys again",
             "guest_weights": "weights of other stages", "guest_keys": "keys and values of other stages",
