@@ -57,7 +57,8 @@ ELSEWHERE = {"1 x RTX 4090, 128 GB": ("7B", "Llama-3-8B", "Qwen3-8B", "Llama-2-7
 LLAMA_1B = dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=8, n_inner=8192, vocab_size=128256,
                 norm="rmsnorm", mlp="swiglu", rope_theta=500000.0, dataset="text")
 PRESETS = {"7B": "7b_1m", "Llama-3-8B": "llama3_8b_1m", "Qwen3-8B": "qwen3_8b_1m",
-           "Llama-2-70B": "llama2_70b_1m"}
+           "Llama-2-70B": "llama2_70b_1m", "Mistral 7B v0.1": "mistral_7b_1m", "Olmo 3 7B": "olmo3_7b_1m",
+           "Gemma 3 12B": "gemma3_12b_1m"}
 MODELS = ("GPT-2 124M", "Llama 1B", *PRESETS)
 PARTS = ["table", "elsewhere", "whole", "targets", "cost", "curves", "draw"]
 LAYOUTS = [dict(tp=8, cp=1), dict(tp=4, cp=2), dict(tp=2, cp=4), dict(tp=1, cp=8),

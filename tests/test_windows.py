@@ -8,8 +8,10 @@ import torch
 
 from memo.config.config import Config
 from memo.config.formulas import squares_met
-from memo.config.layout import Layout
+from memo.config.layer import tensors_of
+from memo.config.layout import Layout, pieces_near, subsequence_lengths
 from memo.decide.pipeline import even_shares
+from memo.decide.where import placed
 from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena, shortest
 from memo.estimate.budget import estimate
@@ -20,6 +22,7 @@ from memo.kernels.backends import missing
 from memo.kernels.bands import Band
 from memo.layer.masks import CAUSAL, documents
 from memo.layer.tiles import RowOrder
+from memo.memory.sizes import Sizes
 from memo.planner.allocator import NoArena
 from memo.states.passes import Model
 from memo.system.hardware import machine
@@ -201,3 +204,36 @@ def test_the_shortest_stage_has_the_kinds_of_its_own(types):
     for stage in cfg.every_stage:
         short = shortest(stage)
         assert {*short.stage_kinds} == {*stage.stage_kinds} and short.has_head == stage.has_head
+
+
+@pytest.mark.parametrize("W", [1, 2, 64, 65, 66, 150, 4096])
+@pytest.mark.parametrize("keys", [dict(subsequences=4), dict(subsequences=7, cp=2), dict(
+    subsequences=6, unit_order="subsequence", subsequence_cut="equal")])
+def test_a_unit_reads_the_pieces_that_its_windows_reach(W, keys):
+    cfg = Layout(**dict(n_layer=2, n_head=8, n_embd=512, block_size=512, vocab_size=512, sliding_window=W,
+                        layer_types="sliding,full", subsequence_cut="flops") | keys)
+    lengths = subsequence_lengths(cfg)
+    owner = [i for i, n in enumerate(lengths) for _ in range(n)]
+    most = max(owner[t] - owner[max(0, t - W + 1)] + 1 for t in range(cfg.block_size))
+    assert pieces_near(cfg) == ((most, len(lengths)) if most < len(lengths) else ())
+
+
+@pytest.mark.parametrize("keys", ["copied", "made"])
+@pytest.mark.parametrize("order", ["layer", "subsequence"])
+def test_what_a_sliding_layer_has_on_the_device_does_not_grow(order, keys):
+    """The slab grows by inputs, attn_out and lse alone where keys are made again."""
+    L, found = 8, []
+    for N in (8, 16, 32):
+        cfg = Layout(**dict(n_layer=L, n_head=8, n_embd=512, n_kv_head=2, block_size=2048 * N, vocab_size=512,
+                            sliding_window=1000, subsequences=N, subsequence_cut="equal", unit_order=order,
+                            activation="memo", alpha=0.0))
+        p, tensors = placed(cfg, 2, keys), tensors_of(cfg, 2)
+        kept = {name: 0 if t.group else p.n_rows for name, t in tensors.items()}
+        sizes = Sizes(replace(p, kept=kept), tensors)
+        always = sum(t.nbytes for name, t in tensors.items() if not t.group and name not in ("k", "v"))
+        sent = L * 2 * tensors["k"].nbytes * (keys == "copied")
+        found.append((sizes.region_bytes["keys"], sizes.region_bytes["key_gradients"]))
+        assert sizes.host_bytes == pytest.approx(L * always + sent, rel=0.1), N
+    piece = 2 * 2048 * 2 * 64  # elements of keys and values
+    arriving, layers = order == "layer" and keys == "copied", L if order == "subsequence" else 1
+    assert found == [(2 * piece * (2 + arriving) * layers, 4 * piece * 2 * layers)] * 3
