@@ -28,7 +28,15 @@ FAMILIES = {
     "qwen2": dict(norm="rmsnorm", mlp="swiglu", qkv_bias=True, n_kv_head=4),
     "qwen3": dict(norm="rmsnorm", mlp="swiglu", qk_norm=True, n_kv_head=4, head_dim=32, norm_eps=1e-6),
     "yarn": dict(norm="rmsnorm", mlp="swiglu", tie_embeddings=False, rope_scaling=(
-        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}'))}
+        '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}')),
+    "mistral": dict(norm="rmsnorm", mlp="swiglu", tie_embeddings=False, n_kv_head=4, sliding_window=300),
+    "olmo3": dict(norm="rmsnorm", mlp="swiglu", tie_embeddings=False, norms="behind", qk_norm=True,
+                  qk_norm_over="all", sliding_window=700, layer_types="sliding*3,full"),
+    "gemma3": dict(norm="rmsnorm", mlp="geglu", norms="both", qk_norm=True, scale_embeddings=True,
+                   n_kv_head=4, rope_theta=1e6, rope_local_theta=1e4, sliding_window=150,
+                   layer_types="sliding*5,full"),
+    "smollm3": dict(norm="rmsnorm", mlp="swiglu", n_kv_head=4, layer_types="full*3,full-nope"),
+    "phi4": dict(norm="rmsnorm", mlp="swiglu", n_kv_head=4, partial_rotary_factor=0.75)}
 LAYOUTS = [dict(), dict(), dict(tp=2), dict(cp=2), dict(cp=2, context_parallel="ulysses"), dict(gpus=2),
            dict(tp=2, tensor_parallel="metp"), dict(pp=2), dict(tp=2, cp=2), dict(cp=4), dict(tp=4),
            dict(tp=2, cp=2, tensor_parallel="metp"), dict(pp=2, msp=True), dict(pp=2, tp=2),
@@ -65,6 +73,8 @@ def config_of(seed: int, number: int, cases: int) -> dict:
     ranks = keys.get("tp", 1) * keys.get("cp", 1) * stages
     if rng.random() < 0.3:
         keys["gradient_accumulation_steps"] = 2 * max(1, world // ranks)
+    if keys.get("qk_norm_over") == "all" and keys.get("tensor_parallel") == "metp":
+        keys.pop("qk_norm_over")  # which METP refuses
     if keys.get("tp", 1) > keys.get("n_kv_head", 8) and keys.get("tensor_parallel") != "metp":
         keys.pop("n_kv_head")
     if rng.random() < 0.3:
