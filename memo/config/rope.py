@@ -60,7 +60,8 @@ def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
     if lacking := [name for name, default in known.items() if default is None and name not in given]:
-        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}, {EXAMPLE}")
+        example = "[a number for each pair]" if lacking[0] in FACTORS else "a number"
+        raise ConfigError(f'{where}: rope_type={kind} needs {lacking[0]}; add "{lacking[0]}": {example} to it')
     for name, value in given.items():
         if name == "truncate":
             right, rule = type(value) is bool, "true or false"

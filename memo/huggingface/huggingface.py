@@ -123,7 +123,7 @@ def check_fields(path: Path, hf: Mapping[str, Json], family: Family) -> None:
 
 def size_field(path: Path, name: str, value: Json) -> int:
     if type(value) is not int or not 1 <= value < 2**31:
-        what = "is missing" if value is None else f"is {value!r:.100}"
+        what = "is missing or null" if value is None else f"is {value!r:.100}"
         raise ConfigError(f"{path}: {name} {what}, must be a whole number, at least 1 and below 2**31; "
                           f"{GIVE_FOLDER}")
     return value
