@@ -19,9 +19,10 @@ def met_by_ranks(u: Unit, i: int, lengths: Sequence[int], ends: Ends) -> list[Me
     order = RowOrder([(n,) for n in lengths], u.cfg.context_parallel, u.ring,
                      masks=[documents(of, u.kind.window) for of in ends])
     [meeting] = order.meetings(i, 0, lengths[i] // u.ring)
-    # of many documents few reach back: what is before the first ones of the queries meets nothing
-    first = sum(lengths[:i])
+    # of many documents few reach back, and no window far: what is before the first ones meets nothing
+    first, window = sum(lengths[:i]), u.kind.window or sum(lengths)
     start = min(([0, *of][bisect_right(of, first)] for of in ends if first < of[-1]), default=first)
+    start = max(start, first - window + 1)
     begins = [sum(lengths[:k + 1]) > start for k in range(i)]
     near = replace(meeting, pieces=[piece for piece, meets in
                                     zip(meeting.pieces, [*begins, True], strict=True) if meets])
@@ -34,7 +35,7 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
     flops = 4 * u.Q * (1 if u.ulysses else u.ring) / (u.cp * u.tp) / u.turns
     own, earlier = Counter[Calls](), Counter[Calls]()
     queries = keys = sent = 0
-    met = meeting.distances if u.kind.window else ()
+    met = meeting.distances if u.kind.window else range(1, ranks)  # distances at which ranks meet
 
     def count_rows(of_pieces: Sequence[Ranges]) -> int:
         return sum(end - first for ranges in of_pieces for first, end in ranges)
@@ -42,13 +43,13 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
     def count(part: slice, of: int) -> int:
         start, end, _ = part.indices(of)
         return end - start
-    for distance in range(ranks):
+    for distance in (0, *met):
         other = (rank - distance) % ranks
         # of a whole sequence keys come by, or a halo of them; of several subsequences queries
         at, source = (other, rank) if several and not u.kind.window else (rank, other)
         halo = u.kind.window and distance
         rows = meeting.halo(at, source) if halo else [piece[source] for piece in meeting.pieces]
-        sent += count_rows(meeting.halo((rank + distance) % ranks, rank)) if distance in met else 0
+        sent += count_rows(meeting.halo((rank + distance) % ranks, rank)) if halo else 0
         for piece, tiles, ranges in zip(meeting.pieces, meeting.tiles(at, source), rows, strict=True):
             held = count_rows([ranges])
             for tile in tiles:
