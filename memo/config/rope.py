@@ -61,7 +61,7 @@ def checked_scaling(given: Mapping[str, Value], where: str) -> dict[str, Value]:
         raise ConfigError(f"{where}: rope_type={kind} has no {unknown[0]!r:.100}; leave it out")
     if lacking := [name for name, default in known.items() if default is None and name not in given]:
         example = "[a number for each pair]" if lacking[0] in FACTORS else "a number"
-        raise ConfigError(f'{where}: rope_type={kind} needs {lacking[0]}; add "{lacking[0]}": {example} to it')
+        raise ConfigError(f"{where}: rope_type={kind} needs {lacking[0]}; add it to the object: {example}")
     for name, value in given.items():
         if name == "truncate":
             right, rule = type(value) is bool, "true or false"

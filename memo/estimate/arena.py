@@ -83,17 +83,18 @@ def planned_arena_bytes(trace: Trace, solver: str, device: str) -> ArenaBytes:
 
 
 def shortest(cfg: Layout, layers: int = 1) -> Layout:
-    """Leaves each stage so many layers of each kind that cfg's has, and as few stages as give its own the
-    ends that cfg's has."""
+    """Leaves each stage so many layers of each kind that cfg's computes, which may help any stage, and as few
+    stages as give its own the ends that cfg's has."""
     pp = 1 + (not cfg.has_embedding) + (not cfg.has_head)
-    types = [*dict.fromkeys(cfg.types[k] for k in cfg.layers)] if cfg.layer_types else []
+    computed = range(cfg.n_layer) if cfg.msp else cfg.layers
+    types = [*dict.fromkeys(cfg.types[k] for k in computed)] if cfg.layer_types else []
     sliding = not types or any(map(slides, types))
     short = replace(cfg, n_layer=pp * layers * max(1, len(types)), layer_types=",".join(types), pp=pp,
                     stage=int(not cfg.has_embedding), shares=(), sliding_window=cfg.sliding_window * sliding,
                     rope_local_theta=cfg.rope_local_theta * sliding)
     # a stage with a heavy head has fewer layers than others
     more = (replace(short, n_layer=n * short.n_layer) for n in count(1))
-    return next(found for found in more if {*found.stage_kinds} == {*cfg.stage_kinds})
+    return next(found for found in more if {*found.stage_kinds} == {cfg.kinds[k] for k in computed})
 
 
 @cache

@@ -184,10 +184,10 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
         p, tensors_of(cfg, itemsize), units, machine.node.pcie_bytes_per_s,
         state_seconds(cfg, machine, world, itemsize), kinds=cfg.stage_kinds), cfg.layers_alike)
     again = fsum(n * units[p.kinds[k]].recompute_s(p.missing(k)) for k, n in Counter(p.like).items())
-    swept = p.key_places.leaving_pieces if p.keys == "made" else {}
+    swept = [unit.subsequence for unit in p.units if p.keys == "made" and unit in p.key_places.leaving]
     parts = {"attention": cfg.n_layer * fsum(unit.attention_kernels_s for unit in units),
              "messages": cfg.n_layer * fsum(unit.messages_s for unit in units),
-             "recompute": again + sum(n * units[i].sweep_s for i, n in swept.items()), "stall": stall}
+             "recompute": again + sum(units[i].sweep_s for i in swept), "stall": stall}
     parts["rest of the layers"] = forward + backward - sum(parts.values())
     parts["head and embedding"] = (head_s(cfg, machine, itemsize, layer.learned)
                                    + embedding_s(cfg, machine, itemsize))
