@@ -201,7 +201,7 @@ def test_the_shortest_stage_has_the_kinds_of_its_own(types):
     """However heavy the head is, which leaves the last stage few layers."""
     cfg = Layout(**dict(n_layer=24, n_head=8, n_embd=256, block_size=4096, vocab_size=262144, pp=4,
                         sliding_window=1024 * ("s" in types), layer_types=types))
-    for stage in (*cfg.every_stage, *replace(cfg, msp=True).every_stage):
+    for stage in (*cfg.every_stage, *replace(cfg, msp=True, subsequences=4).every_stage):
         short, kinds = shortest(stage), cfg.kinds if stage.msp else stage.stage_kinds  # it may help any stage
         assert {*short.stage_kinds} == {*kinds} and short.has_head == stage.has_head
 
