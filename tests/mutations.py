@@ -118,10 +118,11 @@ MUTATIONS = [
              "end = i + 1 if i == len(self.tokens) - 1 else", "end = i + 1 if i == 0 else", "layout",
              "--subsequences=3"),
     Mutation("sums-of-a-later-piece", "memo/states/passes.py",  # which had the place before
-             "len(self.tokens) - 1 else max(0, i + 2 - read)", "len(self.tokens) - 1 else 0", "layout",
+             "else oldest(Unit(unit.layer, i + 1))", "else 0", "layout",
              "--subsequences=5 --sliding_window=300"),
-    Mutation("keys-of-a-later-piece", "memo/schedule/keys.py", "most + (self.keys == \"copied\")", "1",
-             "modes", "--subsequences=5 --sliding_window=300"),
+    Mutation("keys-of-a-later-piece", "memo/schedule/keys.py",
+             "self.most_read + (self.keys == \"copied\")", "1", "modes",
+             "--subsequences=5 --sliding_window=300"),
     Mutation("gradients-times-cp", "train.py",  # the loss that is shown is right
              "loss += run.model.forward(*one, scale=part, learned=learned) * part",
              "loss += run.model.forward(*one, scale=part * cfg.cp, learned=learned) * part", "layout",

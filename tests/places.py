@@ -76,7 +76,7 @@ class Memory:
     def ring(self) -> int:
         """How many places units of all layers take in turns, layer by layer, where all have a window."""
         most = max(map(self.near, range(self.layers)))
-        return 0 if most == self.subsequences else most + (self.trains and self.fates.keys == "copied")
+        return 0 if most == self.subsequences else most + (self.fates.keys == "copied")
 
     def keys(self, unit: Unit) -> Place:
         layer, i = unit

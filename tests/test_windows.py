@@ -12,13 +12,12 @@ from memo.config.layer import tensors_of
 from memo.config.layout import Layout, pieces_near, subsequence_lengths
 from memo.decide.pipeline import even_shares
 from memo.decide.where import placed
-from memo.errors import ConfigError
 from memo.estimate.arena import fast_arena, shortest
 from memo.estimate.budget import estimate
 from memo.estimate.packed import met_by_ranks
 from memo.estimate.unit_seconds import modelled_rates
-from memo.kernels.attention import BACKENDS, facts_of, resolve_attention, said
-from memo.kernels.backends import missing
+from memo.kernels.attention import BACKENDS, facts_of, said
+from memo.kernels.backends import missing, windows_words
 from memo.kernels.bands import Band
 from memo.layer.masks import CAUSAL, documents
 from memo.layer.tiles import RowOrder
@@ -179,12 +178,17 @@ def test_an_open_side_of_a_band_is_said_as_each_package_says_it():
     assert said(Band(5, 0), None) == dict(window_size_left=5, window_size_right=0, causal=True)
 
 
-def test_a_kernel_without_windows_is_passed_over():
-    known = resolve_attention("auto", CPU, torch.float32, 64, window=True)
-    assert known.bands and known.name == "cpu"
-    cfg = Layout(block_size=4096, n_embd=512, n_head=4, sliding_window=64, attention="cudnn")
-    with pytest.raises(ConfigError, match="attention=cudnn is not available: it has no sliding window"):
-        modelled_rates(cfg, H100, 2)
+def test_full_layers_have_the_fastest_kernel_and_windows_one_that_has_them():
+    assert all(BACKENDS[name].bands for name in BACKENDS)
+    cfg = Layout(**dict(n_layer=2, block_size=65536, n_embd=4096, n_head=32, vocab_size=512,
+                        sliding_window=4096, layer_types="sliding,full", subsequences=4))
+    full, flash = (modelled_rates(replace(cfg, **keys), H100, 2) for keys in (
+        dict(sliding_window=0, layer_types=""), dict(attention="flash")))
+    for unit, alone, slow in zip(modelled_rates(cfg, H100, 2).units, full.units, flash.units, strict=True):
+        sliding, whole = cfg.stage_kinds
+        assert unit.of(whole).forward_s == alone.forward_s < slow.of(whole).forward_s
+        assert 0.8 * slow.of(sliding).forward_s < unit.of(sliding).forward_s <= slow.of(sliding).forward_s
+    assert windows_words("cudnn", True) == " (windows by flash)" and not windows_words("flash", True)
 
 
 def test_stages_of_other_kinds_of_layers_are_decided_for_by_themselves():

@@ -210,7 +210,8 @@ def pieces_near(cfg: Layout, S: int | None = None) -> tuple[int, ...]:
         oldest = (max(0, first - window + 1) for first in ends[:-1])  # token that is seen
         return max(i + 2 - bisect_right(ends, token) for i, token in enumerate(oldest))
     found = {window: near(window) for window in {kind.window for kind in cfg.stage_kinds}}
-    slides = not cfg.shares and min(found.values()) < len(lengths)
+    alone = all(cfg.stage not in (piece.stage, piece.helper) for piece in cfg.shares)
+    slides = alone and min(found.values()) < len(lengths)
     return tuple(found[kind.window] for kind in cfg.stage_kinds) if slides else ()
 
 

@@ -66,8 +66,8 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
 
 def placed(cfg: Layout, n_buffers: int, keys: str = "", stream: str = "") -> Placement:
     """Places the units of a config in so many buffers. `keys`: what becomes of keys and values that give way
-    to later ones, by default copied layer by layer, else none does; `stream`: of what lies between layers, by
-    default whole, or passed on."""
+    to later ones; by default layer by layer they are copied, else all stay. `stream`: of what lies between
+    layers, by default whole, or passed on."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     keys = keys or ("copied" if cfg.by_layer else "stay")
     stay = not whole.keys_may_leave or n_buffers >= whole.n_units
@@ -108,7 +108,7 @@ def place_rows(cfg: Layout, problem: AlphaProblem,
         return placed(cfg, problem.placement.n_units), None
     if cfg.activation == "recompute":
         only_input = {name: N if name == INPUT else 0 for name in problem.tensors}
-        p = placed(cfg, 1, keys="made")
+        p = placed(cfg, 1, keys="made" if cfg.by_layer else problem.placement.keys)
         return replace(p, kept=only_input, input_only=p.n_units, x_stays=True), None
     on_any_host = replace(problem, host_bytes=alpha.ANY_HOST)
     if not cfg.finds_alpha:
@@ -220,9 +220,10 @@ class Decision:
 
 def ways_of(cfg: Layout) -> list[dict[str, str]]:
     """Lists what placed() may be given beside the config; the first serves where others do too."""
-    if cfg.subsequences == 1 or not swaps_layers(cfg):
+    recomputes = cfg.activation == "recompute" and not cfg.by_layer
+    if cfg.subsequences == 1 or not (swaps_layers(cfg) or recomputes):
         return [{}]
-    away = ("copied", "made") if placed(cfg, 1).keys_may_leave else ()
+    away = ("copied", "made")[recomputes:] if placed(cfg, 1).keys_may_leave else ()
     keys = away if cfg.by_layer else ("stay", *away)
     streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]

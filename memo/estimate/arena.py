@@ -263,10 +263,10 @@ def attention_bytes(cfg: Layout, machine: Machine, heads: int, group: int, kv: i
         dealt *= cp // gcd(kv_heads, cp)
         T, H, kv_heads = S, heads // cp, dealt // cp
     name = backends.kernel_of(cfg, machine)
-    kernel = sum(backends.workspaces(name, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
-                                     machine.multiprocessors, cfg.documents))
-    if name == "flash" and several:
-        kernel += 2 * group  # it makes dout and out contiguous
+    names = {name, backends.by_bands(name)} if cfg.window else {name}
+    kernel = max(sum(backends.workspaces(one, (B, T, H, D), (B, T, kv_heads, D), cfg.deterministic,
+                                         machine.multiprocessors, cfg.documents))
+                 + 2 * group * (several and one == "flash") for one in names)  # it makes dout, out contiguous
     width = D * (cfg.n_head // layer.head_groups(cfg) if cfg.metp else own_heads)  # of q, with these heads
     if name == "cudnn" and several and not ulysses and B * T * width > backends.FAR:  # attention.near
         kernel += 3 * group + 2 * kv

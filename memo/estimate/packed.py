@@ -57,7 +57,8 @@ def met_of_rank(u: Unit, meeting: Meeting, rank: int, several: bool) -> Met:
                 slides = isinstance(tile.causal, Band) and tile.causal.right == 0
                 pairs = of * (squares_met(n, u.kind.window if slides else 0) / 2 if tile.causal else n * m)
                 (own if piece is meeting.pieces[-1] else earlier)[
-                    Calls(flops * pairs, min(m, u.kind.window or m), not tile.causal)] += u.turns
+                    Calls(flops * pairs, min(m, u.kind.window or m), not tile.causal,
+                          band=isinstance(tile.causal, Band))] += u.turns
                 queries, keys = queries + of * n, keys + of * m
     of_rows = queries / (B * meeting.rows)
     mine, before = ([one._replace(times=times) for one, times in of.items()] for of in (own, earlier))

@@ -24,7 +24,7 @@ ADAMW_BYTES = 28  # a parameter, fp32: weight, two moments, gradient are read, a
 # the end. An assumption, the same for all models: the L + 2 buckets are not equal.
 BUCKETS = 30
 MESSAGE_BYTES = 2**28  # of a long one, whose rate counts
-LAYERS = Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD
+LAYERS = Op.FORWARD, Op.RECOMPUTE, Op.SWEEP, Op.BACKWARD
 PIPELINE_ENDS = Op.EMBED, Op.HEAD, Op.EMBED_BACKWARD  # of the pipeline
 
 
@@ -207,12 +207,12 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
     share = cfg.n_layer / cfg.pp
     parts = {"attention": share * fsum(unit.attention_kernels_s for unit in layer.units),
              "messages": share * fsum(unit.messages_s for unit in layer.units),
-             "recompute": mean[Op.RECOMPUTE]}
+             "recompute": mean[Op.RECOMPUTE] + mean[Op.SWEEP]}
     parts["rest of the layers"] = fsum(mean[op] for op in LAYERS) - sum(parts.values())
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
     parts["head and embedding"] = fsum(mean[op] for op in PIPELINE_ENDS)
     parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
-    return parts, [(of[Op.FORWARD], of[Op.RECOMPUTE] + of[Op.BACKWARD]) for of in spent]
+    return parts, [(of[Op.FORWARD], sum(of[op] for op in LAYERS[1:])) for of in spent]
 
 
 def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,

@@ -104,9 +104,10 @@ def states(cfg: Layout, machine: Machine, world: int, itemsize: int) -> tuple[in
 
 def held_words(p: Placement, places: int) -> str:
     """Says of which layers the device has places for keys and values, or of how many units."""
-    layers, more = divmod(places, p.subsequences)
-    whole = layers and more <= (p.order == "layer")  # of the first piece there are two places
-    return counted(layers, "layer") if whole else f"{places} of {p.n_layer * p.subsequences} units"
+    if p.order == "layer" and places in (p.subsequences, p.subsequences + 1):  # two for the first piece
+        return counted(1, "layer")
+    units = p.n_layer * p.subsequences
+    return counted(p.n_layer, "layer") if places == units else f"{places} of {units} units"
 
 
 def activation_lines(cfg: Layout, placement: Placement, itemsize: int, data: int = 1) -> list[Line]:

@@ -17,7 +17,7 @@ from memo.estimate.budget import Estimate
 from memo.estimate.pipeline_seconds import pipeline_spans
 from memo.estimate.regions import Line
 from memo.estimate.search import LONGEST, MULTIPLE, config_with, estimate_or_none, remedies, with_more_host
-from memo.kernels.backends import kernel_of
+from memo.kernels.backends import kernel_of, windows_words
 from memo.memory.placement import Placement
 from memo.plots.figures import BLUE, GREEN, GREY, ORANGE, PALE, RED, Drawn, name_lengths, note, picture
 from memo.plots.pipeline import pipeline
@@ -50,7 +50,7 @@ def mode_of(got: Estimate) -> str:
 
 def table(got: Estimate) -> list[str]:
     """Lists the lines of an estimate: bytes of a rank, which add up, alpha, seconds, the verdict."""
-    cfg = got.cfg
+    cfg, kernel = got.cfg, kernel_of(got.cfg, got.machine)
     nodes = -(-got.world // got.machine.node.gpus_per_node)
     shared = f" Hkv={cfg.kv_heads}" if cfg.kv_heads < cfg.n_head else ""
     groups = f", {head_groups(cfg)} groups of heads one after the other" if cfg.metp else ""
@@ -58,7 +58,7 @@ def table(got: Estimate) -> list[str]:
              f"H={cfg.n_head}{shared} V={cfg.vocab_size} S={cfg.block_size:,}",
              f"machine     {got.world} x {got.machine.name} on {counted(nodes, 'node')}, {layout_of(got)}",
              f"activation  {mode_of(got)}",
-             f"attention   {kernel_of(cfg, got.machine)}{groups}",
+             f"attention   {kernel}{windows_words(kernel, cfg.window > 0)}{groups}",
              *filter(None, [subsequences_line(cfg, got.chosen)]), *stage_lines(got),
              f"{'memory of a rank' + f' of stage {cfg.stage}' * (cfg.pp > 1) + ', GiB':44}"
              f"{'device':>10}{'host':>10}"]

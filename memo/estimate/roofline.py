@@ -19,7 +19,7 @@ from memo.config.layer import Operation, group_heads, head_groups, keys_dealt, l
 from memo.config.layout import Layout, subsequence_lengths
 from memo.config.settings import Kind
 from memo.data.packing import Share
-from memo.kernels.backends import kernel_of
+from memo.kernels.backends import by_bands, kernel_of
 from memo.system.hardware import FP8_PRODUCTS, Machine
 
 # Tensors that fused kernels read and write (memo/kernels/ops.py). A measured operation counts as one such
@@ -40,12 +40,13 @@ Before = Counter[int]  # the subsequences before a unit's own: how many there ar
 
 class Calls(NamedTuple):
     """Says what so many calls of a kernel do together: FLOPs of a forward over so many keys each; `full`:
-    without a mask."""
+    without a mask; `band`: at the edge of a window, or within one."""
 
     flops: float
     keys: int
     full: bool
     times: int = 1
+    band: bool = False
 
 
 class Sample(NamedTuple):
@@ -193,7 +194,8 @@ class Unit:
 
 def kernel(u: Unit, way: str, calls: Calls) -> Cost:
     """Costs calls of a kernel, forward or backward."""
-    name = u.kernel if f"{u.kernel} forward" in u.speeds.table else "attention"
+    name = by_bands(u.kernel) if calls.band else u.kernel
+    name = name if f"{name} forward" in u.speeds.table else "attention"
     for more in (" full",) * calls.full + (" deterministic",) * u.cfg.deterministic:
         name += more * (f"{name}{more} {way}" in u.speeds.table)
     part = ATTENTION_BACKWARD if way == "backward" else 1.0

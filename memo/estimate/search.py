@@ -70,9 +70,12 @@ def judge_stage(cfg: Layout, itemsize: int, room: Room) -> Judged:
     """Judges, as judge_room(), a stage in the best of its ways."""
     found = list[Judged]()
     for way in sorted(ways_of(cfg), key=lambda way: way.get("keys") == "made"):
-        if way.get("keys") == "made" and all(judged.device_alone for judged in found):  # it takes more of it
+        problem = problem_of(cfg, itemsize, None, room, **way)
+        # it takes more of the device, but where layers slide, which may need a place less
+        if problem.placement.keys == "made" and not problem.placement.near and all(
+                judged.device_alone for judged in found):
             break
-        found.append(lacking(cfg, problem_of(cfg, itemsize, None, room, **way), room))
+        found.append(lacking(cfg, problem, room))
         if not found[-1].lacking:
             break
     return min(found)

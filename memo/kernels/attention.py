@@ -20,7 +20,16 @@ import torch
 
 from memo.errors import Unusable, reason
 from memo.kernels import bands
-from memo.kernels.backends import FAR, PACKAGES, Facts, by_lengths, choose_kernel, cudnn_version, missing
+from memo.kernels.backends import (
+    FAR,
+    PACKAGES,
+    Facts,
+    by_lengths,
+    choose_kernel,
+    cudnn_version,
+    missing,
+    windows_words,
+)
 from memo.kernels.bands import Band, hidden_keys
 
 aten = torch.ops.aten
@@ -319,10 +328,11 @@ def meta_backward(name: str, dout: torch.Tensor, q: torch.Tensor, k: torch.Tenso
 # --- the choice ---
 
 FLASH_LENGTHS = of_rows(flash_rows, flash_rows_backward)
+FLASH_BANDS = bands.flash_forward, bands.flash_backward
 BACKENDS = {b.name: b for b in (  # those of torch
-    Kernel("cudnn", cudnn_forward, cudnn_backward, lengths=FLASH_LENGTHS),
+    Kernel("cudnn", cudnn_forward, cudnn_backward, bands=FLASH_BANDS, lengths=FLASH_LENGTHS),
     Kernel("flash", partial(flash_forward, aten._scaled_dot_product_flash_attention), flash_backward,
-           bands=(bands.flash_forward, bands.flash_backward), lengths=FLASH_LENGTHS),
+           bands=FLASH_BANDS, lengths=FLASH_LENGTHS),
     Kernel("cpu", partial(flash_forward, aten._scaled_dot_product_flash_attention_for_cpu), cpu_backward,
            bands=(bands.cpu_forward, bands.cpu_backward)),
     Kernel("math", math_forward, math_backward, bands=(math_forward, math_backward)))}
@@ -337,7 +347,7 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, aligned: b
         return Facts(device.type, name, head_dim, deterministic), {}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
     facts = Facts("cuda", name, head_dim, deterministic, torch.cuda.get_device_capability(device), cudnn,
-                  aligned=aligned, window=window)
+                  aligned=aligned)
     for package in PACKAGES:
         if not missing(package, replace(facts, packages={package: ""})):
             try:
@@ -353,15 +363,16 @@ def facts_of(device: torch.device, dtype: torch.dtype, head_dim: int, aligned: b
 def resolve_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
                       aligned: bool = True, documents: bool = False, window: bool = False) -> Kernel:
     """Finds the Kernel called `name`, for "auto" the fastest; on the meta device any. With `documents` its
-    label says what many of them go by, if not by its own lengths. With a `window` it has bands. Errors:
+    label says what many of them go by, if not by its own lengths; with a `window` what this goes by. Errors:
     ConfigError."""
     if device.type == "meta":
-        return BACKENDS.get(("flash" if window else "cudnn") if name == "auto" else name) or Kernel(
+        return BACKENDS.get("cudnn" if name == "auto" else name) or Kernel(
             name, meta_forward, partial(meta_backward, name), takes_out=name == "flash_attn_4")
     facts, found = facts_of(device, dtype, head_dim, aligned, window)
     name, why = choose_kernel(name, facts)
     kernel = found.get(name) or BACKENDS[name]
     label = kernel.label or (f"cudnn {cudnn_version(facts.cudnn)}" if name == "cudnn" else name)
+    label += windows_words(name, window)
     if not (taken := by_lengths(name, facts.deterministic)):
         kernel = kernel._replace(lengths=None)
     if documents and (taken != name or not kernel.lengths):

@@ -40,7 +40,6 @@ class Facts:
     cudnn: int = 0  # its version, 92400 for 9.24.0; 0: none
     packages: dict[str, str] = field(default_factory=dict)  # {of PACKAGES: why it cannot be called, or ""}
     aligned: bool = True  # are all keys that come as a block of their own, without a mask, multiples of 128?
-    window: bool = False
 
 
 def aligned(cfg: Config) -> bool:
@@ -60,6 +59,17 @@ def order(facts: Facts) -> tuple[str, ...]:
     newest: tuple[str, ...] = {9: ("flash_attn_4", "flash_attn_3", "cudnn"),
                                10: ("flash_attn_4", "cudnn")}.get(facts.capability[0], ())
     return (*newest, "flash_attn_2", "flash", *(() if newest else ("cudnn",)), "math")
+
+
+def by_bands(name: str) -> str:
+    """Names the kernel that takes what a sliding window cuts where `name` is the choice: torch has no window
+    of cuDNN's."""
+    return "flash" if name == "cudnn" else name
+
+
+def windows_words(name: str, window: bool) -> str:
+    """Says which other kernel takes windows, where a model has any."""
+    return f" (windows by {by_bands(name)})" * (window and by_bands(name) != name)
 
 
 def by_lengths(name: str, deterministic: bool) -> str:
@@ -113,8 +123,6 @@ def missing(name: str, facts: Facts) -> str:
         return f"it needs head_dim={D} to be at most 128"
     if facts.deterministic and name == "cudnn":
         return "it needs deterministic=False"
-    if facts.window and name == "cudnn":
-        return "it has no sliding window in torch"
     if facts.deterministic and name == "flash_attn_3" and D > 192:
         return f"it needs head_dim={D} to be at most 192 or deterministic=False"
     if name == "flash" and 192 < D <= 224 and (capability[0] == 12 or (8, 6) <= capability <= (8, 9)):
@@ -160,7 +168,7 @@ def kernel_of(cfg: Config, machine: Machine) -> str:
     dtype = {"auto": "float32" if machine.cpu else "bfloat16"}.get(cfg.dtype, cfg.dtype)
     facts = Facts(device, dtype, cfg.head_width, cfg.deterministic, machine.capability,
                   cudnn=WRONG_CUDNN + 1,  # as of requirements.txt: below RIGHT_CUDNN
-                  packages={cfg.attention: ""}, aligned=aligned(cfg), window=cfg.window > 0)
+                  packages={cfg.attention: ""}, aligned=aligned(cfg))
     return choose_kernel(cfg.attention, facts)[0]
 
 

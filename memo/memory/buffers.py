@@ -137,7 +137,8 @@ class Swap:
         self.sweep_inputs = list(swept.split(max(p.cuts)))
 
     def add_pieces(self, gradients: bool) -> None:
-        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows."""
+        """Gives the units their `pieces` and `sums`, of all subsequences up to theirs, of that their rows.
+        Where pieces have a place in turns, those that a unit does not read hold others': no tile has them."""
         p, (tokens, heads) = self.placement, self.key_shape
         places, (keys_at, sums_at), D = p.key_places, p.keys_laid_out, self.layer.head_dim
 

@@ -54,7 +54,8 @@ class Sizes:
             return resident
         keys, sums = p.keys_laid_out
         made = p.keys == "made" and not p.x_stays  # from inputs that swapped units have sent
-        sweeps = (unit for unit in p.units[:max(0, p.n_swapped)] if unit in p.key_places.leaving)
+        leaving = p.key_places.leaving if made else ()
+        sweeps = (unit for unit in p.units[:max(0, p.n_swapped)] if unit in leaving)
         return resident | {
             "keys": self.keys_row_bytes * keys.rows,
             "key_gradients": self.sums_row_bytes * sums.rows,
@@ -102,8 +103,7 @@ class Sizes:
     def layer_keys_bytes(self) -> int:
         """Counts the bytes of keys and values that a layer sends, in the mean of all layers."""
         p = self.placement
-        sending = p.n_layer if p.order == "layer" else len({unit.layer for unit in p.key_places.leaving})
-        return self.sent_keys_row_bytes * p.n_rows * sending // p.n_layer
+        return (self.sent_keys_row_bytes * p.n_rows if p.order == "layer" else self.keys_bytes // p.n_layer)
 
     @property
     def keys_bytes(self) -> int:

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from memo.config.layout import Layout
+from memo.config.layout import Layout, pieces_near
 from memo.data.batch import Data
 from memo.decide import where
 from memo.decide.pipeline import shared, with_bubbles
@@ -252,6 +252,8 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     knob = KNOBS[largest]
     if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
         knob += ", or --unit_order=layer"
+    if pieces_near(cfg) and largest in ("keys", "key_gradients"):
+        knob += ", or more --subsequences"
     if capacity is not None:
         assert machine.memory_bytes is not None  # `capacity` is of a device with its own
         machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))

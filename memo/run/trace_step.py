@@ -68,7 +68,7 @@ def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int 
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: Keys = dict(activation="keep", alpha="auto")
     sweeps = cfg.activation == "recompute" and placed(cfg, 1, keys="made").keys == "made"
-    cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # the layer above makes them
+    cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # a later unit makes them again
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors, documents=cfg.documents)
     mesh = Mesh(weights=Axis("tp", cfg.tp), hops=Axis("hops", cfg.tp), tokens=Axis("cp", cfg.token_ranks))

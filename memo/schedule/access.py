@@ -134,8 +134,7 @@ class AccessTable:
             return self.places(Part(Content.LOAN, unit)) + [self.keys(unit)] * own
         if layer not in self.keys_of_layer:
             self.keys_of_layer[layer] = [self.keys(Unit(layer, x)) for x in range(self.program.subsequences)]
-        first = max(0, i + 1 - self.program.key_places.read(layer))
-        return self.keys_of_layer[layer][first:i + own]
+        return self.keys_of_layer[layer][self.program.key_places.oldest(unit):i + own]
 
     # --- what moves ---
 

@@ -1,14 +1,14 @@
 """Where keys and values of several subsequences lie on the device, and the sums of their gradients. No torch.
 
 Units that have the same place have it in turns: each writes over the one before. Layer by layer one layer's
-lie there, a subsequence (a piece) at a time. The first piece has two places: a layer's first backward unit
-reads all pieces while the layer above still needs its first. Of a layer with a sliding window a unit reads
-the last few pieces alone, so few places serve:
+lie there, a subsequence (a piece) at a time. The backward goes from the last piece to the first; its first
+unit of a layer reads all pieces while the layer above still needs its first, which so has two places. Of a
+layer with a sliding window a unit reads the last few pieces alone, so few places serve:
 
     all stay                       a place for each unit
     layer by layer                 a place for each piece, two for the first
-    ... where all layers slide     as many as a unit reads pieces, for all units in turns; where these are
-                                   copied one more, to arrive in
+    ... where all layers slide     as many as a unit reads pieces, for all units in turns; one more if keys
+                                   are copied: while some are read, another piece arrives
     subsequence by subsequence     in each layer as many as its units read pieces
 """
 
@@ -38,15 +38,22 @@ class KeyPlaces:
         """Lists the stage's own units in the order of the forward."""
         return [unit for unit in self.order.units if unit.subsequence < self.order.subsequences]
 
-    def read(self, layer: int) -> int:
+    def pieces_read(self, layer: int) -> int:
         """Counts the pieces that a unit of a layer reads at most, its own among them."""
         return self.near[layer] if self.near else self.order.subsequences
+
+    def oldest(self, unit: Unit) -> int:
+        """Finds the first piece that a unit reads."""
+        return max(0, unit.subsequence + 1 - self.pieces_read(unit.layer))
+
+    @cached_property
+    def most_read(self) -> int:
+        return max(map(self.pieces_read, range(self.order.layers)))
 
     @cached_property
     def turns(self) -> int:
         """Counts the places that units of all layers take in turns, layer by layer; 0: not all slide."""
-        most = max(map(self.read, range(self.order.layers)))
-        return (most + (self.keys == "copied")) * (most < self.order.subsequences)
+        return (self.most_read + (self.keys == "copied")) * (self.most_read < self.order.subsequences)
 
     def at(self, unit: Unit) -> At:
         """Finds the place of a unit's keys and values."""
@@ -54,7 +61,7 @@ class KeyPlaces:
         if self.keys == "stay":
             return layer, i
         if self.order.by == "subsequence":
-            return layer, i % self.read(layer)
+            return layer, i % self.pieces_read(layer)
         if self.turns:
             return ((layer * self.order.subsequences + i) % self.turns,)
         return (i,) if i else (0, layer % 2)
@@ -63,8 +70,8 @@ class KeyPlaces:
         """Finds the place of the sums of their gradients, which no other layer adds to meanwhile."""
         layer, i = unit
         if self.order.by == "subsequence":
-            return layer, i % self.read(layer)
-        return (i % max(map(self.read, range(self.order.layers))),)
+            return layer, i % self.pieces_read(layer)
+        return (i % self.most_read,)
 
     @cached_property
     def before(self) -> dict[Unit, Unit]:
@@ -90,7 +97,8 @@ class KeyPlaces:
         """Finds whose keys a sweep makes again behind the backward of a unit, where these do not stay."""
         if self.order.by == "subsequence" or self.turns:
             return self.before.get(unit)
-        below = Unit(unit.layer - 1, unit.subsequence)  # of the first piece, too: no sooner than it is read
+        # of the first piece `before` is two layers below: its input, and weights, would have to come sooner
+        below = Unit(unit.layer - 1, unit.subsequence)
         return below if below in self.leaving else None
 
     def laid_out(self, at: Callable[[Unit], At], cuts: tuple[int, ...]) -> "LaidOut":

@@ -24,7 +24,9 @@ def shortened(program: Program) -> tuple[Program, list[int], list[int]]:
     def needed(several: list[int]) -> int:
         """Counts the layers of which some unit is copied."""
         return -(-fates.n_buffers // len(several)) + 1 if fates.copied else 0
-    several = ends_of(program.subsequences, SUBSEQUENCES)
+    # more than units of sliding layers read pieces: else none would give way
+    shown = max([SUBSEQUENCES, *(n + 2 for n in fates.near if n < program.subsequences)])
+    several = ends_of(program.subsequences, shown)
     if fates.guests or fates.lent or needed(several) > program.layers:
         several = [*range(program.subsequences)]
     layers = ends_of(program.layers, max(LAYERS, needed(several)))

@@ -14,8 +14,8 @@ That is MEMO. The rest is of subsequences, of stages, of layers that come: skip 
 
 With several subsequences a unit reads the keys and values of its layer's earlier ones. Layer by layer only
 one layer's lie on the device. The next layer writes over them, a subsequence (a piece) at a time: so each
-piece is copied to the slab first. It comes back when the backward of the layer above is done with that place;
-or a sweep makes it again from the layer's input, right behind that backward (memo/schedule/keys.py).
+piece is copied to the slab first. It comes back when the backward of the unit that took its place is done; or
+a sweep makes it again from the layer's input, right behind that backward (memo/schedule/keys.py).
 
 What lies between two layers, the residual stream (STREAM in names; no CUDA stream), is whole on the device or
 has a few places there, which units take in turns: one arrives, one is computed on, one leaves. A unit's
@@ -128,7 +128,7 @@ class Program(InOrder):
 
     @cached_property
     def key_places(self) -> KeyPlaces:
-        return key_places(self.forward_order, self.keys, self.fates.near)
+        return key_places(self.forward_order, self.fates.keys, self.fates.near)
 
     @cached_property
     def copied(self) -> frozenset[int]:

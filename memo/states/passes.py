@@ -335,10 +335,10 @@ class Model(Parameters):
             return self.swap.views(Part(Content.REPAID, unit))
         if not s.pieces or p.lent:  # what helpers add to is 0 by then
             return []
-        # pieces that no later unit of the layer reads, so none has added to
-        read, i = p.key_places.read(unit.layer), unit.subsequence
-        end = i + 1 if i == len(self.tokens) - 1 else max(0, i + 2 - read)
-        return [t for pair in s.sums[max(0, i + 1 - read):end] for t in pair]
+        # what the unit reads and the one behind it does not: of the last all, of others the oldest piece
+        oldest, i = p.key_places.oldest, unit.subsequence
+        end = i + 1 if i == len(self.tokens) - 1 else oldest(Unit(unit.layer, i + 1))
+        return [t for pair in s.sums[oldest(unit):end] for t in pair]
 
     # With one subsequence the input of a unit lies where the layer below has written it. With several each
     # unit has a copy, which leaves for the host while the layer above already writes over the original.

@@ -88,12 +88,13 @@ def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str
         stays = {name: tuple(n // 2 for n in swapped.lengths) for name in tensors
                  if name != "x" and not swapped.apart(name)}
         yield "swap, half stays", replace(swapped, stays=stays), ""
-    ways, last = ([*ways_of(replace(cfg, activation="memo", stage=k))] for k in (cfg.stage, cfg.pp - 1))
+    every = [ways_of(replace(cfg, activation="memo", stage=stage)) for stage in range(cfg.pp)]
+    ways, most = every[cfg.stage], max(every, key=len)
     p, tensors = placed("memo", alpha, **ways[0])
     for more, how in ((", slow copies", "plan copies"), (", slow compute", "compute")):
         yield f"memo at alpha {alpha}{more}", p, how
     yield "memo at an alpha for each tensor", uneven(p, tensors), ""
-    for i, told in enumerate(last[1:], 1):  # a stage without the head has fewer
+    for i, told in enumerate(most[1:], 1):  # stages have others: all place something at the same time
         words = ", ".join(f"{what} {how}" for what, how in told.items())
         yield f"memo at alpha {alpha}, {words}", placed("memo", alpha, **ways[i % len(ways)])[0], ""
 

@@ -14,11 +14,12 @@ LAYOUTS = {"one": {}, "tp2": dict(tp=2), "ring": dict(cp=2), "dp2": {},
 WINDOW = dict(sliding_window=300, layer_types="sliding,full")
 LAYOUTS |= {"ring, window": LAYOUTS["ring"] | WINDOW}
 FOUR = dict(subsequences=4, n_layer=4, block_size=4096)
+SLIDING = FOUR | dict(sliding_window=300, attention="cudnn")
 IN_ORDER = FOUR | dict(unit_order="subsequence")
 LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
             "four, six buffers": FOUR, "four, keys made": FOUR, "four in order": IN_ORDER,
             "four, stream copied": FOUR, "four, keys made, stream copied": FOUR,
-            "four in order, stream copied": IN_ORDER, "four, sliding": FOUR | dict(sliding_window=300),
+            "four in order, stream copied": IN_ORDER, "four, sliding": SLIDING,
             "four in order, keys copied": IN_ORDER | WINDOW, "four in order, keys made": IN_ORDER | WINDOW,
             "four, ring": FOUR | dict(cp=4, block_size=16384),
             "four, ring, window": FOUR | dict(cp=4, block_size=16384) | WINDOW,

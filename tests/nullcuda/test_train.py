@@ -16,7 +16,8 @@ MODES = {"keep": ["--activation=keep"], "recompute": ["--activation=recompute"],
          "subsequences": ["--alpha=0.5", *FOUR], "in order": ["--alpha=0.5", *IN_ORDER],
          "swept": ["--activation=recompute", *FOUR], "measured": ["--activation=memo", *FOUR],
          "auto keep": ["--attention=auto", "--activation=keep"],  # it takes cuDNN on a Hopper
-         "cudnn subsequences": ["--attention=cudnn", "--alpha=0.5", *FOUR]}
+         "cudnn subsequences": ["--attention=cudnn", "--alpha=0.5", *FOUR],
+         "windows": ["--attention=cudnn", "--alpha=0.5", "--sliding_window=100", *FOUR]}
 LLAMA = ("--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--n_kv_head=2", "--head_groups=4",
          "--bias=false")
 LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", "--context_parallel=ulysses"),
@@ -33,6 +34,8 @@ LAYOUTS = {"tp2": (2, "--tp=2"), "cp2": (2, "--cp=2"), "ulysses": (2, "--cp=2", 
            "pp2 msp": (2, "--pp=2", "--msp=true", "--batch_size=1", "--deterministic=true", *IN_ORDER),
            "pp2 tp2 host": (4, "--pp=2", "--tp=2", "--optimizer_device=cpu", *IN_ORDER),
            "cudnn ring": (2, "--cp=2", "--attention=cudnn"),
+           "cudnn ring windows": (2, "--cp=2", "--attention=cudnn", "--sliding_window=100",
+                                  "--layer_types=sliding,full", *IN_ORDER),
            "cudnn metp2 llama": (2, "--tensor_parallel=metp", "--tp=2", "--attention=cudnn", *LLAMA)}
 
 
