@@ -71,7 +71,8 @@ LAYOUTS = [("dp1", "ring", {}, 20), ("dp1", "ring", dict(subsequences=3), 33),
            ("cp2", "ulysses", {}, 20), ("cp2", "ulysses", dict(subsequences=3), 30), ("tp2", "ring", {}, 20),
            ("tp2", "metp", dict(subsequences=4), 11), ("tp2 cp2", "metp", {}, 70), ("tp2", "metp", {}, 1),
            ("tp2 cp2", "ring", dict(subsequences=2), 7), ("pp2", "ring", dict(subsequences=4), 45),
-           ("pp2 cp2", "ring", dict(subsequences=4, msp=True), 20)]
+           ("pp2 cp2", "ring", dict(subsequences=4, msp=True), 20),
+           ("cp2", "ring", dict(subsequences=8, unit_order="subsequence"), 12)]
 MODES = [dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
 
 
