@@ -65,9 +65,8 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
 
 
 def placed(cfg: Layout, n_buffers: int, keys: str = "", stream: str = "") -> Placement:
-    """Places the units of a config in so many buffers. `keys`: what becomes of keys and values that give way
-    to later ones; by default layer by layer they are copied, else all stay. `stream`: of what lies between
-    layers, by default whole, or passed on."""
+    """Places the units of a config in so many buffers. `keys`: what becomes of keys and values, by default
+    layer by layer "copied", else "stay"; `stream`: of what lies between layers, "whole", or "passed" on."""
     whole = all_kept(cfg, cfg.batch_size, cfg.block_size // cfg.cp)
     keys = keys or ("copied" if cfg.by_layer else "stay")
     stay = not whole.keys_may_leave or n_buffers >= whole.n_units
@@ -220,11 +219,12 @@ class Decision:
 
 def ways_of(cfg: Layout) -> list[dict[str, str]]:
     """Lists what placed() may be given beside the config; the first serves where others do too."""
-    recomputes = cfg.activation == "recompute" and not cfg.by_layer
-    if cfg.subsequences == 1 or not (swaps_layers(cfg) or recomputes):
+    leave = placed(cfg, 1).keys_may_leave
+    if cfg.activation == "recompute" and not cfg.by_layer and leave:
+        return [dict(keys="stay"), dict(keys="made")]
+    if cfg.subsequences == 1 or not swaps_layers(cfg):
         return [{}]
-    away = ("copied", "made")[recomputes:] if placed(cfg, 1).keys_may_leave else ()
-    keys = away if cfg.by_layer else ("stay", *away)
+    keys = ("stay",) * (not cfg.by_layer) + ("copied", "made") * leave
     streams = ("whole", "copied") if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 

@@ -97,6 +97,11 @@ def shortest(cfg: Layout, layers: int = 1) -> Layout:
     return next(found for found in more if {*found.stage_kinds} == {cfg.kinds[k] for k in computed})
 
 
+def recompute_sweeps(cfg: Layout) -> bool:
+    """Says whether recompute mode may make keys and values again, whose places later units took."""
+    return cfg.activation == "recompute" and placed(cfg, 1).keys_may_leave
+
+
 @cache
 def source_digest() -> bytes:
     """Digests all sources, once: those that this process has."""
@@ -161,7 +166,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     dout = rows * Q // tp * e if max(C, F) < Q else 0  # else it has the place of a wider tensor
     if cfg.subsequences > 1:
         gradients, sums = 0 if several else group, 0  # those of keys have memory of their own
-        if cfg.activation == "recompute" and placed(cfg, 1, keys="made").keys == "made":
+        if recompute_sweeps(cfg):
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
         if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
             dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them

@@ -103,7 +103,7 @@ class Sizes:
     def layer_keys_bytes(self) -> int:
         """Counts the bytes of keys and values that a layer sends, in the mean of all layers."""
         p = self.placement
-        return (self.sent_keys_row_bytes * p.n_rows if p.order == "layer" else self.keys_bytes // p.n_layer)
+        return self.sent_keys_row_bytes * p.n_rows if p.order == "layer" else self.keys_bytes // p.n_layer
 
     @property
     def keys_bytes(self) -> int:

@@ -250,10 +250,9 @@ def explain(expected: Estimate | None, region: str, capacity: int | None, text: 
     grew = {name: n for name in names if (n := max(expected.bytes_of(name)))} or {region: 0}
     largest = max(grew, key=grew.__getitem__)
     knob = KNOBS[largest]
-    if not cfg.by_layer and cfg.pp == 1 and largest in ("keys", "key_gradients"):
-        knob += ", or --unit_order=layer"
-    if pieces_near(cfg) and largest in ("keys", "key_gradients"):
-        knob += ", or more --subsequences"
+    if largest in ("keys", "key_gradients"):
+        knob += ", or --unit_order=layer" * (not cfg.by_layer and cfg.pp == 1)
+        knob += ", or more --subsequences" * bool(pieces_near(cfg))
     if capacity is not None:
         assert machine.memory_bytes is not None  # `capacity` is of a device with its own
         machine = replace(machine, memory_bytes=min(capacity, machine.memory_bytes))

@@ -40,8 +40,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
 
 import torch
 
-from memo.decide.where import placed
-from memo.estimate.arena import shortest
+from memo.estimate.arena import recompute_sweeps, shortest
 from memo.layer.edges import Edges
 from memo.layer.tiles import Learned
 from memo.parallel.mesh import Mesh
@@ -67,7 +66,7 @@ def trace_step(cfg: Layout, device: str, threads: int = 1, multiprocessors: int 
     """Traces a rank of cfg.tp and cfg.cp on "cuda" or "cpu". To recompute rows needs no other requests."""
     dtype = {"auto": "bfloat16" if device == "cuda" else "float32"}.get(cfg.dtype, cfg.dtype)
     keep: Keys = dict(activation="keep", alpha="auto")
-    sweeps = cfg.activation == "recompute" and placed(cfg, 1, keys="made").keys == "made"
+    sweeps = recompute_sweeps(cfg)
     cfg = replace(shortest(cfg, 2 if sweeps else 1), **keep)  # a later unit makes them again
     requests = partial(kernel_requests, threads=threads, deterministic=cfg.deterministic,
                        multiprocessors=multiprocessors, documents=cfg.documents)
