@@ -247,8 +247,8 @@ class Checks:
     # --- modes, precision ---
 
     def modes(self, opened: Opened) -> None:
-        """Compares a step of each mode, where streams are slow two, with those of keep, bit by bit; the first
-        one of keep as the layout's."""
+        """Compares a step of each mode, two of one whose copies are slow, with those of keep, bit by bit; the
+        first one of keep as the layout's."""
         kept = list[tuple[str, torch.Tensor]]()
         model, cfg = opened.run.model, opened.run.cfg
         if cfg.msp:  # stages help each other as if it were faster, which it may not be here
@@ -260,7 +260,7 @@ class Checks:
             self.stage(f"modes, {name}")
             mechanics.place(model, cfg, placement, how)
             found = list[tuple[str, torch.Tensor]]()
-            for it in range(1 + (name == "keep" or "slow" in name)):
+            for it in range(1 + (name == "keep" or "plan" in how)):
                 if it > 0:
                     opened.run.optimizer.step(self.cfg.learning_rate)
                 model.mesh.take_sent_bytes()
