@@ -132,7 +132,7 @@ def forward_backward(run: Run, it: int) -> torch.Tensor:
     # all batches first: the device need not wait for one later
     batches = [batch(run, "train", it, i) for i in range(mesh.dp.rank, micro_batches, mesh.dp.size)]
     for i, one in enumerate(batches):
-        loss += run.model.forward(*one, scale=part, learned=learned) * part
+        loss += run.model.forward(*one, scale=part, learned=learned, following=batches[i + 1:i + 2]) * part
         # the last backward sends each bucket of gradients as soon as it is complete
         run.model.backward(last=i == len(batches) - 1)
     return mesh.mean_loss(loss)
@@ -178,7 +178,7 @@ def train(run: Run, stop: command.StopSignal) -> None:
         rate = tgs(share.tokens, mesh.host.size, step_s)
         stats = StepStats(it, loss, lr, grad_norm, step_s, share.tokens, rate,
                           mfu(cfg, rate, run.peak, model_flops(cfg, *share) / share.tokens),
-                          run.decision.alpha, swap.host_bytes * run.model.micro_batches, stalled_s,
+                          run.decision.alpha, swap.offload_bytes * run.model.micro_batches, stalled_s,
                           bubble_s=bubble_s, transient_peak_bytes=arena.stats(reset_peak=True).peak_bytes,
                           device_peak_bytes=device_peak_bytes(run.device), host_bytes=swap.host_bytes,
                           sent_bytes=mesh.take_sent_bytes(), val_loss=val_loss,

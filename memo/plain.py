@@ -35,7 +35,7 @@ from memo.layer.activations import Activations
 from memo.layer.tiles import one_sequence
 from memo.memory.slab import HostSlab
 from memo.schedule.streams import Event, Streams
-from memo.states.passes import Transformer
+from memo.states.transformer import Transformer
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from memo.config.layout import Layout
 from memo.config.msp import helping_pairs
 from memo.estimate.arena import fast_arena
 from memo.huggingface.weights import HfWeights
-from memo.layer.tiles import row_order
+from memo.layer.tiles import Batch, row_order
 from memo.memory.flat import model_parameters
 from memo.parallel.mesh import open_lanes, open_mesh
 from memo.run.loggers import read_metrics
@@ -202,12 +202,13 @@ def step(model, optimizer, cfg):
     micro_batches = cfg.micro_batches(mesh.dp.size)
     part = 1 / (micro_batches * cfg.cp)
     mine = torch.cat(row_order(cfg, cfg.block_size, mesh).positions())
-    micros = range(mesh.dp.rank, micro_batches, mesh.dp.size)
-    for micro in micros:
+    batches = []
+    for micro in range(mesh.dp.rank, micro_batches, mesh.dp.size):
         whole = random_batch(cfg, cfg.batch_size, cfg.block_size, CPU, 3 + micro)
-        batch = (t[:, mine].contiguous() for t in whole)
-        loss += model.forward(*batch, scale=part) * part
-        model.backward(last=micro == micros[-1])
+        batches.append(Batch(*(t[:, mine].contiguous() for t in whole)))
+    for i, batch in enumerate(batches):
+        loss += model.forward(*batch, scale=part, following=batches[i + 1:i + 2]) * part
+        model.backward(last=i == len(batches) - 1)
     return mesh.mean_loss(loss)
 
 

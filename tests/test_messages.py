@@ -13,8 +13,8 @@ from memo.config.layer import layer_of, n_rows
 from memo.config.layout import Layout
 from memo.decide.where import Room, place_rows, problem_of
 from memo.memory.placement import Placement
+from memo.schedule.passes import passes_of
 from memo.schedule.streams import open_streams
-from memo.schedule.waits import passes_of
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from model import GPT

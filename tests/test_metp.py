@@ -44,7 +44,7 @@ def halves(host, cfg, x, dy):
     model.load(perturbed_weights(cfg, CPU))
     B, T, tp = cfg.batch_size, cfg.block_size // cfg.cp, mesh.weights
     model.reserve(B, T)
-    mine = model.positions[0][:T][tp.rank::tp.size]
+    mine = model.rows[0].positions[0][:T][tp.rank::tp.size]
     (s, y), block = (model.swap.layers[0], model.swap.x[1]), model.gpt.blocks[0]
     s.x.copy_(x[:, mine].flatten(0, 1))
     s.turn = None  # no positions

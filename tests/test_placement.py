@@ -155,7 +155,7 @@ def test_what_is_said_is_what_was_taken(alpha):
     optimizer = Optimizer(model, cfg)
     rows = reserve.where_it_lives(cfg, d, model, optimizer)
     device = sum(line.device_bytes for line in rows)
-    positions = model.positions[0].nbytes + sum(t.nbytes for [t] in model.turns.values())
+    positions = model.rows[0].positions[0].nbytes + sum(t.nbytes for [t] in model.rows[0].turns.values())
     # fp32: own masters
     assert device == model.params.nbytes * 3 + model.grads.nbytes + model.swap.device_bytes + positions
     assert model.swap.device_bytes == sum(b.nbytes for b in model.swap.buffers.values())

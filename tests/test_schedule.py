@@ -13,10 +13,11 @@ from memo.schedule import periods
 from memo.schedule.access import AccessTable
 from memo.schedule.listing import listing, shortened
 from memo.schedule.order import STREAM_PLACES, forward_order
+from memo.schedule.passes import Passes
 from memo.schedule.program import Fates, Program
 from memo.schedule.simulate import times_of
 from memo.schedule.step import Access, Op
-from memo.schedule.waits import Pass, Passes, schedule
+from memo.schedule.waits import Pass, schedule
 from tests.helpers import unaware
 from tests.program_cases import cases, digests
 from tests.replay import RULES, validate_schedule

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from memo.schedule.access import AccessTable
+from memo.schedule.passes import passes_of
 from memo.schedule.program import Fates, Program, coming
 from memo.schedule.states import States
 from memo.schedule.step import Access
-from memo.schedule.waits import passes_of
 
 L = 4
 KEEP, SWAP = Fates(L, frozenset(), frozenset()), Fates(2, frozenset(range(L - 2)), frozenset())

@@ -209,8 +209,9 @@ def test_a_model_has_positions_and_rotations_by_subsequence(position):
     for S, N in ((96, 3), (48, 1)):
         model.reserve(B, S // 2)
         here = row_order(cfg, S, model.mesh).positions()
-        assert [t.tolist() for t in model.positions] == [t.tolist() * B for t in here] and len(here) == N
-        for positions, turn in zip(model.positions, *model.turns.values(), strict=True):
+        [rows] = model.rows
+        assert [t.tolist() for t in rows.positions] == [t.tolist() * B for t in here] and len(here) == N
+        for positions, turn in zip(rows.positions, *rows.turns.values(), strict=True):
             want = rotations(positions, cfg.head_width, cfg.rope_theta)[:, None]
             assert turn is None if position == "learned" else turn.equal(want)
     model.close()

@@ -31,6 +31,7 @@ class Layout(Config):
     states: str = "device"
     stage: int = 0
     shares: Shares = ()
+    leads: tuple[int, ...] = ()  # of a next sequence: subsequences that each stage computes before a backward
 
     @classmethod
     def of(cls, config: Config, **decided: Value) -> Self:
@@ -71,6 +72,16 @@ class Layout(Config):
         """Numbers the layers of this rank's stage in the whole model."""
         depths, k = self.depths, self.stage
         return range(sum(depths[:k]), sum(depths[:k + 1]))
+
+    @property
+    def lead(self) -> int:
+        """Counts the subsequences of a next sequence that this stage computes before a backward."""
+        return self.leads[self.stage] if self.leads else 0
+
+    @property
+    def early(self) -> int:
+        """Counts those that it receives during it: the stage before leads them."""
+        return self.leads[self.stage - 1] - self.lead if self.leads and self.stage else 0
 
     @property
     def has_embedding(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import fsum, inf
+from math import ceil, fsum, inf
 
 from memo.config import msp
 from memo.config.formulas import layer_forward_flops
@@ -25,7 +25,8 @@ from memo.errors import OutOfHostMemory
 from memo.memory.flat import layer_numel
 from memo.memory.placement import Placement
 from memo.memory.sizes import Sizes
-from memo.schedule.simulate import times_of_stages
+from memo.schedule.passes import schedule_of_sequences
+from memo.schedule.simulate import end_of, times_of_stages
 from memo.schedule.step import Moved, Op, Step, Unit
 from memo.system.hardware import COMMUNICATOR_BYTES
 
@@ -41,8 +42,8 @@ def copied(placed: Placed) -> int:
 def micro_batch_s(stages: Sequence[StageFacts], placed: Sequence[Placed]) -> float:
     """Simulates the seconds of a micro batch."""
     seconds = [stage.seconds(one.placement) for stage, one in zip(stages, placed, strict=True)]
-    every = times_of_stages([one.placement.schedule() for one in placed], lambda k, step: seconds[k](step))
-    return max(end for one in every for _, end in one.spans.values())
+    return end_of(times_of_stages([one.placement.schedule() for one in placed],
+                                  lambda k, step: seconds[k](step)))
 
 
 def seconds_between(stages: Sequence[StageFacts]) -> list[list[float]]:
@@ -82,9 +83,10 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         """Places a stage's with this part of the seconds between its subsequences."""
         problem, rates = problems[k], stages[k].rates
         assert rates is not None
-        guests = [0.0] * len(problem.placement.guests)
-        longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
-                       for s, more in zip(problem.forward_s, [*between[k], *guests], strict=True))
+        p = problem.placement
+        others = [*between[k][:p.lead], *[0.0] * len(p.guests)]
+        longer = tuple(s and s + part * more / p.n_layer  # 0: copies hide behind nothing
+                       for s, more in zip(problem.forward_s, [*between[k], *others], strict=True))
         return Placed(*place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s))
     adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:
@@ -217,20 +219,67 @@ def shared(stages: Sequence[StageFacts], alone: Sequence[Placed],
     if not found:
         return list(alone)
     helped = [with_shares(one, found) for one in stages]
-    try:
-        together = with_bubbles(helped, [one.alone() for one in helped])
-    except OutOfHostMemory:
-        return list(alone)
-    more, before = ([max(0, Sizes(p, tensors_of(one.cfg, one.itemsize)).device_bytes - one.room.spare_bytes)
-                     for one, (p, *_) in zip(facts, those, strict=True)]
-                    for facts, those in ((helped, together), (stages, alone)))
-    if any(a > b for a, b in zip(more, before, strict=True)):  # the device lacks more
+    together = with_room(helped, stages, alone)
+    if together is None:
         return list(alone)
     if measured:  # what is faster was judged by what is typical
         return together
     faster = not all(one.timed for one in stages) or (
         micro_batch_s(helped, together) <= micro_batch_s(stages, alone))
     return together if faster else list(alone)
+
+
+def with_room(changed: Sequence[StageFacts], stages: Sequence[StageFacts],
+              placed: Sequence[Placed]) -> list[Placed] | None:
+    """Places the activations of stages with `changed` facts; None where host or device have no room for more
+    than as they are `placed`."""
+    try:
+        found = with_bubbles(changed, [one.alone() for one in changed])
+    except OutOfHostMemory:
+        return None
+    more, before = ([max(0, Sizes(p, tensors_of(one.cfg, one.itemsize)).device_bytes - one.room.spare_bytes)
+                     for one, (p, *_) in zip(facts, those, strict=True)]
+                    for facts, those in ((changed, found), (stages, placed)))
+    return None if any(a > b for a, b in zip(more, before, strict=True)) else found
+
+
+# --- sequences that follow each other ---
+
+# A stage has done its part of a sequence's forward long before the gradients of it come back. Meanwhile it
+# computes the first subsequences of the next one: as many as it has time for. So no stage waits between
+# sequences, and a step of M has the bubble of one, (pp - 1) / (N M) of the computing.
+
+LEADS = 1.0, 0.5, 0.25  # parts of these subsequences that are tried, as far as there is room
+
+
+def following(stages: Sequence[StageFacts], placed: Sequence[Placed], number: int) -> list[Placed]:
+    """Places the activations of stages whose `number` of sequences in a step follow each other; as `placed`
+    where that is not faster, or there is no room for parts of two sequences."""
+    cfg = stages[0].cfg
+    N = len(subsequence_lengths(cfg))
+    if min(number, N, cfg.pp) == 1 or any(one.placement.guests for one in placed):
+        return list(placed)
+    timed, rates = all(one.timed for one in stages), stages[0].rates
+    ratio = rates.backward_s / rates.forward_s if timed and rates else 1.0
+    for part in LEADS:
+        leads = tuple(min(N, ceil(part * (cfg.pp - 1 - k) * (1 + ratio) - STALL)) for k in range(cfg.pp))
+        led = [replace(one, cfg=replace(one.cfg, leads=leads)) for one in stages]
+        found = with_room(led, stages, placed)
+        if found and (not timed or sequences_s(led, found, number) < sequences_s(stages, placed, number)):
+            return found
+    return list(placed)
+
+
+def sequences_s(stages: Sequence[StageFacts], placed: Sequence[Placed], number: int) -> float:
+    """Simulates the seconds of so many sequences: of two, and each more takes as long as the second."""
+    def simulated_s(few: int) -> float:
+        made = [schedule_of_sequences(one.placement.program, few) for one in placed]
+        seconds = [stage.seconds(one.placement) for stage, one in zip(stages, placed, strict=True)]
+        every = times_of_stages([schedule for schedule, _ in made],
+                                lambda k, step: seconds[k](made[k][1][step]))
+        return end_of(every)
+    one, two = map(simulated_s, (1, 2))
+    return one + (number - 1) * (two - one)
 
 
 def with_shares(facts: StageFacts, shares: msp.Shares) -> StageFacts:

@@ -73,7 +73,8 @@ def pieces_of(placement: Placement, units: Sequence[UnitRates]) -> list[tuple[Un
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
     cuts = p.cuts or (p.n_rows,)
-    own = zip(units, parts, (n / whole for n, whole in zip(p.lengths, cuts, strict=False)), strict=True)
+    own = [*zip(units, parts, (n / whole for n, whole in zip(p.lengths, cuts, strict=False)), strict=True)]
+    own = [*own, *own[:p.lead]]
     return [*own, *((units[piece.subsequence], piece.part, piece.rows / cuts[piece.subsequence])
                     for piece in p.guests)]
 
@@ -120,7 +121,7 @@ class Ends(NamedTuple):
 
 def end_seconds(step: Step, ends: Ends, p: Placement, sizes: Sizes) -> float:
     """Finds the seconds of a step at the `ends` of a stage: head, embedding, messages, what help adds."""
-    i, cuts, lanes = step.unit.subsequence, p.cuts or (p.n_rows,), ends.lanes
+    i, cuts, lanes = p.forward_order.piece(step.unit), p.cuts or (p.n_rows,), ends.lanes
     match step.op:
         case Op.HEAD:
             return ends.head_s * cuts[i] / p.n_rows

@@ -60,7 +60,7 @@ def all_kept(cfg: Layout, B: int, T: int) -> Placement:
                           guests=tuple(piece for piece in cfg.shares if piece.helper == cfg.stage),
                           lent=tuple(piece for piece in cfg.shares if piece.stage == cfg.stage),
                           near=pieces_near(cfg, T * cfg.cp), layers_come=cfg.layers_come,
-                          edges_come=cfg.edges_come)
+                          edges_come=cfg.edges_come, lead=cfg.lead, early=cfg.early)
     return replace(placement, n_buffers=placement.n_units)
 
 
@@ -225,7 +225,7 @@ def ways_of(cfg: Layout) -> list[dict[str, str]]:
     if cfg.subsequences == 1 or not swaps_layers(cfg):
         return [{}]
     keys = ("stay",) * (not cfg.by_layer) + ("copied", "made") * leave
-    streams = ("whole", "copied") if cfg.has_head else ("passed",)
+    streams = ("whole",) + ("copied",) * (not cfg.early) if cfg.has_head else ("passed",)
     return [dict(keys=way, stream=stream) for stream in streams for way in keys]
 
 

@@ -14,7 +14,7 @@ from memo.config.layer import tensors_of
 from memo.config.layout import Layout, StageKind, degrees
 from memo.decide import alpha
 from memo.decide.choose import Judged, choose
-from memo.decide.pipeline import lane_bytes, shared, with_bubbles
+from memo.decide.pipeline import following, lane_bytes, shared, with_bubbles
 from memo.decide.where import Placed, Room, StageFacts, margin_bytes, problems_of, spare_bytes
 from memo.errors import ConfigError, OutOfHostMemory
 from memo.estimate import regions
@@ -121,6 +121,8 @@ class Estimate:
                 modelled_facts(one.cfg, machine.of_its_type, world, one.room, self.documents)
                 for one in facts]
             together = shared(facts, together, typical)
+        if not any(lacks):
+            together = following(facts, together, regions.micros_of_rank(cfg, world))
         made = dict[tuple[object, ...], Stage]()
         for stage, placed, lack in zip(facts, together, lacks, strict=True):
             kind = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have

@@ -12,9 +12,10 @@ from memo.estimate.regions import Stage, micros_of_rank
 from memo.estimate.roofline import NORMS, units_of_passes
 from memo.estimate.unit_seconds import ModelledRates
 from memo.memory.flat import bucket_numels, layer_numel, weights_in_turns
+from memo.schedule.passes import schedule_of_sequences
 from memo.schedule.periods import totals_of
 from memo.schedule.program import LAYER_PLACES
-from memo.schedule.simulate import Times, times_of_stages
+from memo.schedule.simulate import Times, end_of, times_of_stages
 from memo.schedule.spans import Span, simulated_spans
 from memo.schedule.step import Op
 from memo.system.hardware import Machine
@@ -146,15 +147,18 @@ def ends_of(cfg: Layout, machine: Machine, world: int, itemsize: int, learned: f
 
 
 def pipeline_times(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
-                   layer: ModelledRates) -> list[Times]:
-    """Simulates a micro batch -> the Times of each stage, all on one clock."""
+                   layer: ModelledRates, number: int = 1) -> list[Times]:
+    """Simulates so many micro batches -> the Times of each stage, all on one clock."""
     seconds = [step_seconds(stage.placement, tensors_of(stage.cfg, itemsize), layer.units,
                             machine.node.pcie_bytes_per_s,
                             ends=ends_of(stage.cfg, machine, world, itemsize, layer.learned),
                             kinds=stage.cfg.stage_kinds)
                for stage in stages]
-    schedules = [stage.placement.schedule() for stage in stages]
-    return times_of_stages(schedules, lambda k, step: seconds[k](step))
+    if number == 1:
+        schedules = [stage.placement.schedule() for stage in stages]
+        return times_of_stages(schedules, lambda k, step: seconds[k](step))
+    made = [schedule_of_sequences(stage.placement.program, number) for stage in stages]
+    return times_of_stages([steps for steps, _ in made], lambda k, step: seconds[k](made[k][1][step]))
 
 
 def pipeline_spans(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
@@ -196,8 +200,13 @@ def alone_s(stage: Stage, machine: Machine, world: int, itemsize: int,
 
 def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
                layer: ModelledRates) -> tuple[dict[str, float], list[tuple[float, float]]]:
-    """Simulates a micro batch in several stages, as alone_s(): the means of all, and of waits, "bubble"."""
+    """Simulates a micro batch in several stages, as alone_s(): the means of all, and of waits, "bubble"; of
+    those that follow each other also the mean."""
     cfg, times = stages[0].cfg, pipeline_times(stages, machine, world, itemsize, layer)
+    step_s = end_of(times)
+    if (more := micros_of_rank(cfg, world) - 1) and any(stage.placement.follows for stage in stages):
+        two = pipeline_times(stages, machine, world, itemsize, layer, 2)
+        step_s = (step_s + more * (end_of(two) - step_s)) / (1 + more)  # each more is as long as the second
     spent: list[dict[Op, float]] = [defaultdict(float) for _ in stages]
     for of, one in zip(spent, times, strict=True):
         for step, (start, end) in one.spans.items():
@@ -211,14 +220,14 @@ def together_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: 
     parts["rest of the layers"] = fsum(mean[op] for op in LAYERS) - sum(parts.values())
     parts["stall"] = fsum(one.stall_s for one in times) / cfg.pp
     parts["head and embedding"] = fsum(mean[op] for op in PIPELINE_ENDS)
-    parts["bubble"] = max(end for one in times for _, end in one.spans.values()) - sum(parts.values())
+    parts["bubble"] = step_s - sum(parts.values())
     return parts, [(of[Op.FORWARD], sum(of[op] for op in LAYERS[1:])) for of in spent]
 
 
 def step_s(stages: Sequence[Stage], machine: Machine, world: int, itemsize: int,
            layer: ModelledRates) -> dict[str, float]:
-    """Counts {part: seconds} of a step, which add up to its "step". Micro batches follow each other, as no
-    stage begins one before it has ended the last; gradients and optimizer are the slowest stage's."""
+    """Counts {part: seconds} of a step, which add up to its "step"; gradients and optimizer are the slowest
+    stage's."""
     parts, passes = (together_s(stages, machine, world, itemsize, layer) if len(stages) > 1 else
                      alone_s(stages[0], machine, world, itemsize, layer))
     parts = {name: micros_of_rank(stages[0].cfg, world) * seconds for name, seconds in parts.items()}

@@ -14,11 +14,11 @@ from memo.memory.sizes import Sizes
 from memo.memory.slab import HostSlab
 from memo.schedule.execute import Executor, Work
 from memo.schedule.help import HELPER_PLACES
+from memo.schedule.passes import Passes, passes_of
 from memo.schedule.program import EMBEDDING, SWEEP_PLACES
 from memo.schedule.states import States
-from memo.schedule.step import COPIES, Content, Moved, Op, Part, Region, Step, Unit, place_at
+from memo.schedule.step import COPIES, Content, Moved, Op, Part, Place, Region, Step, Unit, place_at
 from memo.schedule.streams import Streams, close_streams, open_streams
-from memo.schedule.waits import Passes, passes_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Pairs = list[Pair]  # bytes on the device and on the host, for one copy each
@@ -94,8 +94,8 @@ class Swap:
             kind = getattr(torch, t.dtype) if t.dtype else dtype
             return self.buffers[name][at:at + t.nbytes].view(kind).view(t.shape)
         names = [name for name in tensors if name in self.buffers]
-        self.units = {unit: Activations({name: view(name, like, self.first(name, k)) for name in names})
-                      for k, (unit, like) in enumerate(zip(p.units, p.kinds, strict=True))}
+        self.units = {unit: Activations({name: view(name, p.kinds[k], self.first(name, k)) for name in names})
+                      for unit, k in p.number.items()}
         self.sweep_inputs: list[torch.Tensor] = []
         self.guest_weights: Sequence[torch.Tensor] = ()
         self.guest_gradients: Sequence[torch.Tensor] = ()
@@ -129,7 +129,7 @@ class Swap:
         if p.stream == "whole":
             self.x = [rows[:p.n_rows]] * (p.n_layer + 1)
         for unit, s in self.units.items():
-            n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[unit.subsequence]
+            n = len(s.x) if unit.subsequence in p.guest_of else p.cuts[p.forward_order.piece(unit)]
             first = p.first_row(self.sizes.table.below(unit))
             stream = rows[first:first + n]
             own = stream if n == len(s.x) else of_sequences(stream, self.B, 0, len(s.x))
@@ -155,6 +155,10 @@ class Swap:
                              for unit in units if gradients]
             for n, unit in enumerate(units, 1):
                 self.keys[unit], self.sums[unit] = of_layer[:n], sums_of_layer[:n]
+            for n in range(p.subsequences if p.follows else 0):  # of a sequence that takes turns with it
+                unit = Unit(layer, p.subsequences + n)
+                of_layer[n] = piece(keys, keys_at.first[places.at(unit)], p.cuts[n])
+                self.keys[unit], self.sums[unit] = of_layer[:n + 1], sums_of_layer[:n + 1]
         if p.guests or p.lent:
             self.add_lent(piece)
         for unit, s in self.units.items():
@@ -185,10 +189,16 @@ class Swap:
         repaid = self.buffers["repaid"].view(torch.float32).split([*lengths.values()]) if p.lent else ()
         self.repaid = dict(zip(lengths, repaid, strict=True))
 
+    @property
+    def offload_bytes(self) -> int:
+        """Counts the bytes of the slab that a batch takes: what is led is another one's."""
+        led = (step for turn in self.passes.turns[:1] for step in turn.lead if step.op is Op.OFFLOAD)
+        return self.host_bytes - sum(map(self.sizes.moved, led))
+
     def set_passes(self, passes: Passes) -> None:
         """Makes these the schedules."""
         self.passes = passes
-        self.executor.expect(passes)
+        self.executor.expect(passes.parts)
 
     def label(self, step: Step) -> str:
         if step.op is Op.CLIP or step.moved is Moved.SCALE:  # of no unit
@@ -200,7 +210,8 @@ class Swap:
 
     def name(self, unit: Unit) -> str:
         """Names a unit by its layer; with several subsequences also by its own."""
-        return ".".join(map(str, unit if self.placement.several else unit[:1]))
+        names = (unit.layer, self.placement.forward_order.piece(unit)) if self.placement.follows else unit
+        return ".".join(map(str, names if self.placement.several else unit[:1]))
 
     # --- what moves ---
 
@@ -239,10 +250,9 @@ class Swap:
     def swapped_pairs(self) -> dict[Step, Pairs]:
         """Finds for each step that copies [(bytes of a buffer, those in the slab, or where they stay)]."""
         p, sizes, table = self.placement, self.sizes, self.sizes.table
-        passes = self.passes
-        copies = [step for step in {**passes.forward, **passes.backward, **passes.evaluation}
-                  if step.op in COPIES and not step.of_states]
-        end, row, stayed = sizes.stream_bytes, sizes.row_bytes[INPUT], 0
+        copies = {step: None for part in self.passes.parts for step in part
+                  if step.op in COPIES and not step.of_states}
+        end, row, stayed, rested = sizes.stream_bytes, sizes.row_bytes[INPUT], 0, dict[Place, int]()
         # {(a place in the slab, whether of what survives beside an input there): its first byte}
         places = {(place_at(Region.SLAB_STREAM, *unit), False): first * row
                   for unit, (first, _) in p.stream_rows.items()}
@@ -260,9 +270,11 @@ class Swap:
                     assert self.slab is not None  # it is as large as all that goes there
                     pairs[part] += self.slab.pairs(at, bytes_of(t))
                     at += t.nbytes
+                at = rested.setdefault(there[0], stayed) if rests and there[1] else stayed
                 for t in self.survivors(part, resident=True) if rests else ():
-                    pairs[part].append((t, self.buffers["resident"][stayed:stayed + t.nbytes]))
-                    stayed += t.nbytes
+                    pairs[part].append((t, self.buffers["resident"][at:at + t.nbytes]))
+                    at += t.nbytes
+                stayed = max(stayed, at)
         assert end == self.host_bytes  # the slab is as large as what goes there
         return {step: [pair for part in reversed(table.moves(step)) for pair in pairs[part]]
                 for step in copies}

@@ -61,11 +61,11 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def n_units(self) -> int:
-        return self.n_layer * self.subsequences + sum(piece.layers for piece in self.guests)
+        return self.n_layer * (self.subsequences + self.lead) + sum(piece.layers for piece in self.guests)
 
     @cached_property
     def forward_order(self) -> ForwardOrder:
-        return forward_order(self.n_layer, self.subsequences, self.order, self.guests)
+        return forward_order(self.n_layer, self.subsequences, self.order, self.guests, self.lead, self.early)
 
     @cached_property
     def guest_of(self) -> dict[int, Help]:
@@ -78,7 +78,7 @@ class Placement(Surroundings, InOrder):
         own = [*(self.cuts or (self.n_rows,))]
         for piece in self.lent:
             own[piece.subsequence] -= piece.rows
-        return *own, *(piece.rows for piece in self.guests)
+        return *own, *own[:self.lead], *(piece.rows for piece in self.guests)
 
     @cached_property
     def partners(self) -> list[int]:
@@ -105,7 +105,8 @@ class Placement(Surroundings, InOrder):
 
     @cached_property
     def n_swapped(self) -> int:
-        return self.n_units - self.n_buffers
+        """Counts the swapped units: where others have the buffers before the backward all, or none."""
+        return self.n_units - self.n_buffers * (not self.lead or self.n_buffers == self.n_units)
 
     @cached_property
     def followed(self) -> set[tuple[int, ...]]:
@@ -150,8 +151,8 @@ class Placement(Surroundings, InOrder):
     def place(self, k: int, name: str) -> int:
         """Finds the first row of unit k's `name` in its memory: a buffer's first rows, an odd one's last."""
         places = self.buffers_of(name)
-        first, length = places[k % len(places)]
-        return first + (length - self.rows(k)) * (len(places) == 2 and k % 2)
+        first, length = places[turn := self.forward_order.buffer(k, len(places))]
+        return first + (length - self.rows(k)) * (len(places) == 2 and turn)
 
     def first_kept(self, k: int, name: str) -> tuple[int, int]:
         """Finds (how many rows of tensor `name` of unit k survive, the first of them)."""
@@ -162,7 +163,7 @@ class Placement(Surroundings, InOrder):
             rows = self.part(self.kinds[k], self.kept.get(name, self.n_rows))
         else:
             rows = n
-        return rows, (n - rows) * (k % self.n_buffers % 2)
+        return rows, (n - rows) * (self.forward_order.buffer(k, self.n_buffers) % 2)
 
     def missing(self, k: int) -> dict[str, slice]:
         """Finds {tensor: slice of its rows that unit k recomputes}, of the tensors that lack any."""
@@ -192,12 +193,13 @@ class Placement(Surroundings, InOrder):
     @property
     def keys_laid_out(self) -> tuple[LaidOut, LaidOut]:
         """Lays out the rows of keys and values, and of the sums of their gradients."""
-        return keys_laid_out(self.key_places, self.cuts)
+        return keys_laid_out(self.key_places, self.cuts + self.cuts[:self.lead])
 
     @property
     def own_stream_rows(self) -> int:
         """Counts the rows of the stream's memory, beside those of guests."""
-        return self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts)
+        early = 2 * self.early * max(self.cuts)
+        return early + (self.n_rows if self.stream == "whole" else STREAM_PLACES * max(self.cuts))
 
     def first_row(self, place: Place) -> int:
         """Finds the first row of a place in the memory of the stream."""
@@ -207,7 +209,8 @@ class Placement(Surroundings, InOrder):
                 return self.own_stream_rows + sum(piece.rows for piece in before)
             case Region.STREAM, (turn,) if self.stream != "whole":
                 return turn * max(self.cuts)
-        return sum(self.cuts[:place.at[0]])  # of a stream that is whole
+        early = max(0, place.at[0] - self.subsequences)
+        return sum(self.cuts[:place.at[0]]) + early * max(self.cuts)  # of a stream that is whole
 
     @cached_property
     def like(self) -> list[int]:
@@ -219,7 +222,8 @@ class Placement(Surroundings, InOrder):
         """Finds for each unit the first one alike, where `shapes` are equal of subsequences that are."""
         firsts: dict[tuple[object, ...], int] = {}
         swapped, last, gives_up = self.n_swapped, self.n_units - 1, self.gives_up
-        return [firsts.setdefault((shapes[i], k < swapped, k in gives_up, k % self.n_buffers % 2, k < last,
+        buffer, n = self.forward_order.buffer, self.n_buffers
+        return [firsts.setdefault((shapes[i], k < swapped, k in gives_up, buffer(k, n) % 2, k < last,
                                    unit in self.stream_rows), k)
                 for k, (i, unit) in enumerate(zip(self.kinds, self.units, strict=True))]
 
@@ -259,9 +263,9 @@ def stream_rows(order: ForwardOrder, cuts: tuple[int, ...], forward_only: bool) 
 @lru_cache(128)  # many placements of a search have the same
 def buffers_in_turns(order: ForwardOrder, lengths: tuple[int, ...], n: int) -> list[tuple[int, int]]:
     """Lists (first row, rows) of n buffers, one after the other, that units of `lengths` take in turns."""
-    alike = len({*lengths}) == 1
-    longest = [max(lengths)] * n if alike else [
-        max(map(lengths.__getitem__, {*order.kinds[b::n]})) for b in range(n)]
+    longest = [0] * n
+    for k, i in enumerate(order.kinds):
+        longest[order.buffer(k, n)] = max(lengths[i], longest[order.buffer(k, n)])
     return list(zip(accumulate(longest, initial=0), longest, strict=False))
 
 

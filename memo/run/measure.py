@@ -34,7 +34,8 @@ from memo.planner.allocator import Arena, NoArena
 from memo.schedule.step import Unit
 from memo.schedule.streams import Streams, close_streams, open_streams
 from memo.states.optim import Optimizer, adamw_step
-from memo.states.passes import LayerBlock, Model
+from memo.states.passes import Model
+from memo.states.transformer import LayerBlock
 from memo.system import hardware
 from memo.system.axis import Axis
 from memo.system.command import progress

@@ -18,9 +18,9 @@ from memo.kernels.backends import workspaces
 from memo.layer.tiles import Batch, Learned
 from memo.planner.allocator import Arena, NoArena, Result
 from memo.planner.trace import Entry, Trace, checked_trace
+from memo.schedule.passes import passes_of
 from memo.schedule.step import Unit
 from memo.schedule.streams import open_streams
-from memo.schedule.waits import passes_of
 from memo.states.passes import Model
 from memo.system.axis import T
 

@@ -11,7 +11,7 @@ import torch
 from memo.config.layout import Layout, pieces_near
 from memo.data.batch import Data
 from memo.decide import where
-from memo.decide.pipeline import shared, with_bubbles
+from memo.decide.pipeline import following, shared, with_bubbles
 from memo.decide.where import Decision, Rates, Room, StageFacts, problem_of, swaps_layers, ways_of
 from memo.errors import ConfigError, OutOfHostMemory, RunFailed, Unusable, reason, warn
 from memo.estimate import regions, report
@@ -26,9 +26,9 @@ from memo.planner.allocator import Arena
 from memo.planner.trace import Trace
 from memo.run.measure import measure, measured_states
 from memo.run.rehearsal import rehearsed_requests, traced_requests
+from memo.schedule.passes import passes_of
 from memo.schedule.simulate import in_one_order
 from memo.schedule.streams import Streams
-from memo.schedule.waits import passes_of
 from memo.states.optim import Optimizer
 from memo.states.passes import Model
 from memo.system.device import device_name, free_bytes, own_bytes, settle
@@ -161,6 +161,8 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
             shares = tuple(piece for one in together for piece in one.placement.lent)
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)
+        together = following(stages, together, model.micro_batches)
+        model.cfg = replace(model.cfg, leads=tuple(one.placement.lead for one in together))
         found = together[cfg.stage]
     model.reserve(B, T, found.placement, streams=streams, pin=pin)
     if cfg.msp:  # whose stages would post messages in orders of their own
@@ -219,7 +221,8 @@ def where_it_lives(cfg: Layout, decision: Decision, model: Model, optimizer: Opt
     on_host = states if staging else 0
     shards = 0 if staging else sum(optimizer.sums[k].nbytes for k in optimizer.coming)
     grads = model.grads.nbytes + optimizer.kept.nbytes + shards, staging.nbytes if staging else 0
-    positions = sum(t.nbytes for t in (*model.positions, *chain(*model.turns.values())) if t is not None)
+    positions = sum(t.nbytes for rows in {id(rows.positions): rows for rows in model.rows}.values()
+                    for t in (*rows.positions, *chain(*rows.turns.values())) if t is not None)
     return [Line("params", "parameters", model.params.nbytes), Line("grads", "gradients", *grads),
             Line("optimizer", "optimizer", states - on_host, on_host),
             *regions.activation_lines(cfg, decision.placement, model.dtype.itemsize, replicas),

@@ -31,6 +31,7 @@ class AccessTable:
         self.states, self.all_count = states or States(program.layers, program.come), states is not None
         self.several, self.by_layer = program.several, program.order == "layer"
         self.units, self.number, self.streamed = program.units, program.number, program.streamed
+        self.home, self.buffer = program.forward_order.home, program.forward_order.buffer
         self.in_turns = f.stream != "whole" and self.several
         # two buffers share the rows that are recomputed
         self.shares = f.n_buffers == 2 and bool(f.rebuilt)
@@ -43,17 +44,17 @@ class AccessTable:
     # --- where things lie ---
 
     def kept(self, unit: Unit) -> Place:
-        return place_at(Region.KEPT, self.number[unit] % self.fates.n_buffers)
+        return place_at(Region.KEPT, self.buffer(self.number[unit], self.fates.n_buffers))
 
     def dropped(self, unit: Unit) -> Place:
-        return place_at(Region.DROPPED, 0 if self.shares else self.number[unit] % self.fates.n_buffers)
+        return place_at(Region.DROPPED, 0 if self.shares else self.kept(unit).at[0])
 
     def input(self, unit: Unit) -> Place:
         """Finds where a unit keeps its input; with one subsequence that of layer `layers` is the head's."""
         if self.fates.x_stays:
-            return place_at(Region.INPUT, *unit)
+            return place_at(Region.INPUT, *self.home(unit))
         n = self.fates.n_buffers
-        return place_at(Region.INPUT, self.number[unit] % n if self.several else unit.layer % (n + 1))
+        return place_at(Region.INPUT, self.kept(unit).at[0] if self.several else unit.layer % (n + 1))
 
     def below(self, unit: Unit) -> Place:
         """Finds where a unit's input comes from, and where the gradient of it goes."""
@@ -61,8 +62,13 @@ class AccessTable:
             return place_at(Region.GUEST_STREAM, unit.subsequence)
         if not self.several:
             return self.input(unit)
-        turn = self.number[unit] if self.by_layer else unit.subsequence
-        return place_at(Region.STREAM, turn % STREAM_PLACES if self.in_turns else unit.subsequence)
+        number, N = unit.subsequence, self.program.subsequences
+        begin, early = self.fates.lead, self.fates.early
+        if begin <= number % N < begin + early:  # it may come during the backward of the sequence before
+            places = STREAM_PLACES if self.in_turns else N
+            return place_at(Region.STREAM, places + number % N - begin + early * (number >= N))
+        turn = self.number[unit] if self.by_layer else number
+        return place_at(Region.STREAM, turn % STREAM_PLACES if self.in_turns else number % N)
 
     def above(self, unit: Unit) -> Place:
         """Finds where a unit's output goes, and its gradient comes from: of several subsequences below()."""
@@ -119,7 +125,7 @@ class AccessTable:
             return place_at(Region.SLAB_STREAM, unit.layer + (content is Content.ABOVE), unit.subsequence)
         if unit in self.streamed and content in (Content.INPUT, Content.SWEPT):
             return place_at(Region.SLAB_STREAM, *unit)
-        return place_at(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, *unit)
+        return place_at(Region.SLAB_KEYS if content is Content.KEYS else Region.SLAB, *self.home(unit))
 
     def prefix(self, unit: Unit, own: bool) -> Places:
         """Lists keys and values that a unit's attention reads: of those before, with `own` its own too."""

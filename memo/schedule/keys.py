@@ -44,7 +44,7 @@ class KeyPlaces:
 
     def oldest(self, unit: Unit) -> int:
         """Finds the first piece that a unit reads."""
-        return max(0, unit.subsequence + 1 - self.pieces_read(unit.layer))
+        return max(0, self.order.piece(unit) + 1 - self.pieces_read(unit.layer))
 
     @cached_property
     def most_read(self) -> int:
@@ -59,7 +59,7 @@ class KeyPlaces:
         """Finds the place of a unit's keys and values."""
         layer, i = unit
         if self.keys == "stay":
-            return layer, i
+            return self.order.home(unit)
         if self.order.by == "subsequence":
             return layer, i % self.pieces_read(layer)
         if self.turns:
@@ -68,7 +68,7 @@ class KeyPlaces:
 
     def sums_at(self, unit: Unit) -> At:
         """Finds the place of the sums of their gradients, which no other layer adds to meanwhile."""
-        layer, i = unit
+        layer, i = unit.layer, self.order.piece(unit)
         if self.order.by == "subsequence":
             return layer, i % self.pieces_read(layer)
         return (i % self.most_read,)

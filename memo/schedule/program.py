@@ -59,6 +59,9 @@ class Surroundings:
     another stage sends the input of the first layer; `sends`: one takes the output of the last. `guests`:
     what the stage computes for others (MSP); `lent`: what others compute for it (memo/schedule/help.py).
     `layers_come`: the layers' parameters are on the device only while needed; `edges_come`: the edges' too.
+
+    Where a pipeline's sequences follow each other, the stage computes `lead` subsequences of the next one
+    before a sequence's backward, and receives `early` more during it.
     """
 
     keys: str = "stay"
@@ -70,6 +73,8 @@ class Surroundings:
     lent: Shares = ()
     layers_come: bool = False
     edges_come: bool = False
+    lead: int = 0
+    early: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ class Program(InOrder):
 
     @cached_property
     def forward_order(self) -> ForwardOrder:
-        return forward_order(self.layers, self.subsequences, self.order, self.fates.guests)
+        f = self.fates
+        return forward_order(self.layers, self.subsequences, self.order, f.guests, f.lead, f.early)
 
     @cached_property
     def streamed(self) -> set[Unit]:
@@ -181,34 +187,40 @@ class Program(InOrder):
 
     # --- forward ---
 
-    def forward(self) -> Iterator[Step]:
-        """Yields the steps up to the last head."""
-        fates, last = self.fates, self.subsequences - 1
+    def forward(self, turn: int = 0, some: range | None = None, here: int = 0) -> Iterator[Step]:
+        """Yields the steps up to the last head of the sequence whose `turn` it is; or those of `some`
+        subsequences, of which so many have come."""
+        N, L, fates, units = self.subsequences, self.layers, self.fates, self.forward_order.sequences[turn]
+        if some is not None:
+            units = units[some.start * L:some.stop * L]
+        if not units:
+            return
+        first, *later = (turn * N + i for i in (some or range(N)))
         for layer in self.come[:LAYER_PLACES]:
             yield from self.bring(layer)
-        if fates.receives:
-            yield Step(Op.RECEIVE, Unit(0, 0), Moved.STREAM)
+        if fates.receives and not here:
+            yield Step(Op.RECEIVE, Unit(0, first), Moved.STREAM)
         yield from self.home.lend(0, 0)
         yield from self.helper.arrive(before=True)
-        for k, unit in enumerate(self.units):
+        for k, unit in enumerate(units):
             layer, i = unit
-            if unit == (0, last):  # while the last subsequence is computed
+            if unit == (0, N - 1):  # while the last subsequence is computed
                 yield from self.helper.arrive(before=False)
-            if fates.receives and layer == 0 and i < last:  # while this subsequence is computed
-                yield Step(Op.RECEIVE, Unit(0, i + 1), Moved.STREAM)
-            for following in self.units[k + 1:k + 2]:
+            if fates.receives and layer == 0 and i + 1 in later[max(0, here - 1):]:
+                yield Step(Op.RECEIVE, Unit(0, i + 1), Moved.STREAM)  # while this subsequence is computed
+            for following in units[k + 1:k + 2]:
                 if following in self.streamed:  # while this unit is computed
                     yield Step(Op.PREFETCH, following, Moved.STREAM)
             if unit in self.helper.number:
                 yield Step(Op.FORWARD, unit)
                 yield from self.helper.after(unit)
-                yield from self.offload(k)
+                yield from self.offload(unit)
             else:
-                yield from self.forward_of(k)
+                yield from self.forward_of(unit)
 
-    def forward_of(self, k: int) -> Iterator[Step]:
+    def forward_of(self, unit: Unit) -> Iterator[Step]:
         """Yields the forward of a unit of the stage's own, and what comes behind it."""
-        fates, unit = self.fates, self.units[k]
+        fates = self.fates
         layer, i = unit
         if layer == 0 and not fates.receives:
             yield Step(Op.EMBED, unit)
@@ -220,7 +232,7 @@ class Program(InOrder):
             yield Step(Op.OFFLOAD, unit, Moved.KEYS)
         if self.streams_output(unit) and layer < self.layers - 1:
             yield Step(Op.OFFLOAD, unit, Moved.STREAM)
-        yield from self.offload(k)
+        yield from self.offload(unit)
         if layer == self.layers - 1 and fates.sends:
             yield Step(Op.SEND, unit, Moved.STREAM)
         elif layer == self.layers - 1:
@@ -228,17 +240,23 @@ class Program(InOrder):
             if self.streams_output(unit):
                 yield Step(Op.OFFLOAD, unit, Moved.STREAM)
 
-    def offload(self, k: int) -> Iterator[Step]:
-        """Yields the copy of what survives of unit k; none of an input that the layer below has sent."""
-        unit = self.units[k]
+    def offload(self, unit: Unit) -> Iterator[Step]:
+        """Yields the copy of what survives of a unit; none of an input that the layer below has sent."""
+        k = self.number[unit]
         if k in self.copied and not (k in self.fates.input_only and unit in self.streamed):
             yield Step(Op.OFFLOAD, unit, Moved.ACTIVATIONS)
 
     # --- backward ---
 
-    def backward(self) -> Iterator[Step]:
-        """Yields the steps behind the last head."""
-        fates, top, last = self.fates, self.layers - 1, self.subsequences - 1
+    def backward(self, turn: int = 0, early: int = 0) -> Iterator[Step]:
+        """Yields the steps behind the last head of the sequence whose `turn` it is. So many subsequences of
+        the next one come meanwhile."""
+        fates, top, units = self.fates, self.layers - 1, self.forward_order.sequences[turn]
+        first = turn * self.subsequences
+        last = first + self.subsequences - 1
+        for unit in reversed(units[-fates.n_buffers:]):
+            if self.number[unit] in self.copied:  # others have had its buffer since
+                yield Step(Op.PREFETCH, unit, Moved.ACTIVATIONS, back=True)
         if fates.lent:
             yield Step(Op.ZERO, Unit(0, 0), back=True)
         for unit in self.swept[:SWEEP_PLACES]:
@@ -251,13 +269,15 @@ class Program(InOrder):
             yield from self.next_gradients(self.layers)
         if fates.sends:
             yield Step(Op.RECEIVE, Unit(top, last), Moved.GRADIENT, back=True)
+        for i in range(early):  # as the stage before leads them; behind those that this one leads
+            yield Step(Op.RECEIVE, Unit(0, (1 - turn) * self.subsequences + fates.lead + i), Moved.STREAM)
         yield from self.home.lend_back(last)
         yield from self.helper.arrive(before=False, back=True)
-        for k, unit in reversed([*enumerate(self.units)]):
+        for k, unit in reversed([*enumerate(units)]):
             layer, i = unit
-            if fates.sends and layer == top and 0 < i <= last:  # while the layers of this one compute
+            if fates.sends and layer == top and first < i <= last:  # while the layers of this one compute
                 yield Step(Op.RECEIVE, Unit(top, i - 1), Moved.GRADIENT, back=True)
-            for earlier in self.units[max(0, k - 1):k]:
+            for earlier in units[max(0, k - 1):k]:
                 if self.streams_output(earlier):  # while this unit is computed
                     yield Step(Op.PREFETCH, earlier, Moved.GRADIENT, back=True)
             if unit == (top, 0):
@@ -265,13 +285,13 @@ class Program(InOrder):
             if layer == top and unit not in self.helper.number:
                 yield from self.home.begin_back(i)
                 yield from self.home.lend_back(i - 1)
-            yield from self.backward_of(k)
+            yield from self.backward_of(unit, units[k - fates.n_buffers] if k >= fates.n_buffers else None)
 
-    def backward_of(self, k: int) -> Iterator[Step]:
-        """Yields the backward of a unit, and what comes behind it."""
-        fates, unit, n = self.fates, self.units[k], self.fates.n_buffers
+    def backward_of(self, unit: Unit, following: Unit | None) -> Iterator[Step]:
+        """Yields the backward of a unit, and what comes behind it; `following`: who takes over its buffer."""
+        fates = self.fates
         (layer, i), guest = unit, unit in self.helper.number
-        if k in fates.rebuilt:
+        if self.number[unit] in fates.rebuilt:
             yield Step(Op.RECOMPUTE, unit, back=True)
         if not guest:
             yield from self.home.add(layer, i)
@@ -285,8 +305,8 @@ class Program(InOrder):
             yield Step(Op.OFFLOAD, unit, Moved.GRADIENT, back=True)
         if self.keys == "copied" and (before := self.key_places.before.get(unit)):
             yield Step(Op.PREFETCH, before, Moved.KEYS, back=True)
-        if k - n in self.copied:
-            yield Step(Op.PREFETCH, self.units[k - n], Moved.ACTIVATIONS, back=True)
+        if following and self.number[following] in self.copied:
+            yield Step(Op.PREFETCH, following, Moved.ACTIVATIONS, back=True)
         if complete:  # behind the prefetches of activations, which need not wait for gradients to leave
             yield from self.next_gradients(layer)
         for swept in self.swept_behind(unit):

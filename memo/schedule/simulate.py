@@ -160,6 +160,11 @@ def times_of_stages(schedules: Sequence[Schedule],
     return Stages(schedules, seconds).run()
 
 
+def end_of(times: Sequence[Times]) -> float:
+    """Finds when the last step of all ends."""
+    return max(end for one in times for _, end in one.spans.values())
+
+
 def in_one_order(schedules: Sequence[Schedule]) -> list[Schedule]:
     """Sorts the steps of each stage by when they begin if each takes as long, the forward's first, so that
     the messages of all stages have one order: they meet even where a stage does one after the other, whatever

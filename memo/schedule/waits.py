@@ -7,13 +7,10 @@ thing after the other, nor where another wait says so already.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from memo.schedule.access import AccessTable
 from memo.schedule.program import Program
-from memo.schedule.states import States
 from memo.schedule.step import Access, Place, Step
 
 # {a step of another stream that must be done before: the place that both touch}
@@ -33,7 +30,7 @@ class Pass:
     numbers, in launch order. Every step has a clock, of what is done for certain when it is; a step has to
     wait only for what its stream's clock does not hold yet."""
 
-    def __init__(self, steps: Iterable[Step], table: AccessTable) -> None:
+    def __init__(self, steps: Iterable[Step], table: AccessTable, named: Mapping[Step, Step] = {}) -> None:
         self.steps = [*steps]
         self.streams = [step.stream for step in self.steps]
         self.waits: list[dict[int, Place]] = []
@@ -45,7 +42,7 @@ class Pass:
         # of each step: the places that its pass has not ordered for its stream: it may wait for a pass before
         self.first: list[Access] = []
         for number, step in enumerate(self.steps):
-            self.add(number, table.access(step))
+            self.add(number, table.access(named.get(step, step)))
 
     def add(self, number: int, access: Access) -> None:
         """Derives the waits of the next step."""
@@ -111,46 +108,3 @@ def advance(clock: Clock, other: Clock) -> None:
     for stream, number in other.items():
         if number > clock.get(stream, -1):
             clock[stream] = number
-
-
-class Passes(NamedTuple):
-    """Holds the schedules of a run, in parts that are launched at once. Passes follow each other in any
-    order, so a step also waits for what each of them may have left. Equal steps of all passes share an event:
-    to wait for one that its own pass has not launched yet is to wait for an earlier pass. `last_backward`: of
-    the last micro batch, which sends gradients away; `clip`, `update` follow."""
-
-    evaluation: Schedule
-    forward: Schedule = {}
-    backward: Schedule = {}
-    last_backward: Schedule = {}
-    clip: Schedule = {}
-    update: Schedule = {}
-
-    def compute_only(self) -> "Passes":
-        """Picks the steps of the compute stream, which then wait for nobody."""
-        return Passes(*({step: {} for step in part if step.computes} for part in self))
-
-
-def passes_of(program: Program, states: States,
-              orders: tuple[Iterable[Step], Iterable[Step]] | None = None) -> Passes:
-    """Makes the Passes of a stage; of a program that does not train the evaluation alone. `orders`: the
-    launch orders of a training pass and of an evaluation, where they are not the programs'."""
-    alone = replace(program, trains=False)
-    train, evaluation = ([*steps] for steps in orders or (program.steps(), alone.steps()))
-    evaluated = Pass(evaluation, AccessTable(alone, states))
-    if not program.trains:
-        return Passes(evaluated.schedule([evaluated]))
-    table, early_steps = AccessTable(program, states), [*states.with_sums(train)]
-    last = Pass(states.with_reductions(train, program.subsequences), table)
-    update = Pass(states.update(), table)
-    # micro batches before the last one have a pass of their own where that has more steps
-    early = [Pass(early_steps, table)] if len(early_steps) < len(last.steps) else []
-    before = [evaluated, last, update, *early]
-
-    def part(steps: Schedule, back: bool) -> Schedule:
-        return {step: waits for step, waits in steps.items() if step.back == back}
-    ended = last.schedule(before)  # the forward of all micro batches, and the backward where none is `early`
-    backward = part(early[0].schedule(before) if early else ended, True)
-    clip, *rest = update.schedule([last]).items()  # it follows the last at once
-    return Passes(evaluated.schedule(before), part(ended, False), backward, part(ended, True), dict([clip]),
-                  dict(rest))

@@ -6,9 +6,8 @@ here each step of a program (memo/schedule/program.py) finds what it does."""
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 
@@ -19,10 +18,7 @@ from memo.config.layout import Layout
 from memo.config.settings import Kind, Rope
 from memo.decide.where import all_kept, with_stream
 from memo.errors import OutOfHostMemory, warn
-from memo.kernels.ops import Ops
 from memo.layer.activations import Activations
-from memo.layer.attend import Attention
-from memo.layer.edges import Edges
 from memo.layer.masks import documents
 from memo.layer.tiles import Batch, Meeting, Packed, row_order
 from memo.memory.buffers import Swap, of_sequences
@@ -35,40 +31,19 @@ from memo.schedule.execute import Work
 from memo.schedule.step import Content, Op, Part, Step, Unit
 from memo.schedule.streams import Streams
 from memo.schedule.waits import Schedule
+from memo.states.transformer import LayerBlock, OptimizerSteps, Transformer
 from memo.system.device import free_bytes, to_device
 
-# --- what memo/ uses of a transformer; its module, model.py, is imported by commands alone ---
 
-class LayerBlock(Protocol):
-    """Names what computes a layer: model.Block, or by METP MetpBlock (memo/layer/metp_block.py)."""
+@dataclass
+class Rows:
+    """Holds what a batch's rows are, each list by subsequence: `turns`: the rotations of each Rope."""
 
-    def forward(self, s: Activations, out: torch.Tensor) -> torch.Tensor: ...
-    def recompute(self, s: Activations, rows: dict[str, slice]) -> None: ...
-    def sweep(self, s: Activations, x: torch.Tensor) -> None: ...
-    def backward(self, dy: torch.Tensor, s: Activations) -> torch.Tensor: ...
-
-
-class OptimizerSteps(Protocol):
-    """Names what does a step that moves parameters or gradients: an optimizer."""
-
-    def work_of(self, step: Step) -> tuple: ...
-
-
-class Transformer(Protocol):
-    """Names what the passes of a model use of its transformer; model.py says what that is."""
-
-    cfg: Layout
-    ops: Ops
-    why_ops: str
-    attention: Attention
-    edges: Edges
-
-    @property
-    def blocks(self) -> Sequence[LayerBlock]: ...
-    @property
-    def key_shape(self) -> tuple[int, int]: ...
-    def block(self, weights: torch.Tensor, gradients: torch.Tensor) -> LayerBlock: ...
-    def rotations_of(self, positions: torch.Tensor, rope: Rope | None) -> torch.Tensor | None: ...
+    packed: Packed | None
+    positions: list[torch.Tensor]
+    turns: dict[Rope | None, list]
+    tokens: Sequence[torch.Tensor] = ()
+    targets: Sequence = ()
 
 
 Make = Callable[[Layout, Parameters], Transformer]
@@ -105,7 +80,8 @@ class Model(Parameters):
         self.make, self.gpt = make, make(cfg, self)
         self.guest_blocks: list[LayerBlock] = []  # of layers of other stages: a helper's two places
         self.shape = 0, 0
-        self.packed: Packed | None = None
+        self.rows = list[Rows]()  # of each batch that takes turns
+        self.turn, self.led, self.leads = 0, False, False  # whose turn it is; has it, has the next one begun
         self.learned = 0
         self.taken: Swap | None = None
         self.complete = False
@@ -134,22 +110,26 @@ class Model(Parameters):
         self.guest_blocks = [*map(self.gpt.block, self.swap.guest_weights, self.swap.guest_gradients)]
         self.shape = (B, T)
         self.order = row_order(cfg, T * cfg.cp, self.mesh)
-        self.meet(None)
+        self.lengths, self.rows, self.led = [*map(len, self.order.positions())], [], False
+        for turn, _ in enumerate(self.swap.placement.forward_order.sequences):
+            self.meet(None, turn)
 
-    def meet(self, packed: Packed | None) -> None:
+    def meet(self, packed: Packed | None, turn: int = 0) -> None:
         """Sets what the units' attention knows of a batch: the tokens that its rows are, and which of them
         meet: those of a sequence, or where documents are `packed`, those of a document."""
         cfg, tp, p, (B, _) = self.cfg, self.mesh.weights, self.swap.placement, self.shape
-        self.packed, order, positions = packed, self.order, self.order.positions()
-        self.lengths = [*map(len, positions)]
+        order, begin = self.order, turn * p.subsequences
         # row b*T + t has the position in the whole sequence, or in its document, of this rank's t-th token
         if packed is None:
-            self.positions = [t.to(self.device).repeat(B) for t in positions]
+            positions = self.rows[0].positions if turn else [
+                t.to(self.device).repeat(B) for t in order.positions()]
         else:
             order = replace(order, masks=[documents(of) for of in packed.ends])
-            self.positions = self.by_subsequence(packed.positions)
-        self.turns = {rope: [self.gpt.rotations_of(each, rope) for each in self.positions]
-                      for rope in {kind.rope: None for kind in cfg.kinds}}
+            positions = self.by_subsequence(packed.positions)
+        turns = self.rows[0].turns if turn and packed is None else {
+            rope: [self.gpt.rotations_of(each, rope) for each in positions]
+            for rope in {kind.rope: None for kind in cfg.kinds}}
+        self.rows[turn:turn + 1] = [Rows(packed, positions, turns)]
         by_lengths = packed is not None and self.gpt.attention.takes_lengths
         place = partial(to_device, device=self.device, pin=cfg.pin_memory) if by_lengths else None
 
@@ -160,16 +140,18 @@ class Model(Parameters):
 
         @cache  # where other stages compute the other rows
         def part_of(rope: Rope, i: int, first: int, end: int) -> torch.Tensor:
-            return of_sequences(self.turns[rope][i], B, first, end).flatten(0, 1)
+            return of_sequences(turns[rope][i], B, first, end).flatten(0, 1)
         for unit, s in self.swap.units.items():
-            first, end, i, kind = 0, len(s.x), unit.subsequence, self.kind_of(unit)
+            first, end, i, kind = 0, len(s.x), unit.subsequence - begin, self.kind_of(unit)
             if guest := p.guest_of.get(i):
                 first, end, i = guest.first, guest.end, guest.subsequence
+            if i not in range(p.subsequences):
+                continue  # of another batch
             tokens = (rows * (1 if cfg.metp else tp.size) // B for rows in (first, end))
             s.meetings = meetings(kind.window, i, *tokens)
             for meeting in s.meetings if by_lengths else ():
                 meeting.own_tiles(self.mesh.tokens.rank)  # now: in a unit's work all memory is planned
-            s.turn = self.turns[kind.rope][i]
+            s.turn = turns[kind.rope][i]
             if kind.rope and p.several and end - first < p.cuts[i]:
                 s.turn = part_of(kind.rope, i, first, end)
 
@@ -228,21 +210,36 @@ class Model(Parameters):
         return Batch(move(tokens), targets, Packed(move(packed.positions), packed.ends, learned))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, packed: Packed | None = None,
-                scale: float | None = None, learned: int = 0) -> torch.Tensor:
+                scale: float | None = None, learned: int = 0,
+                following: Sequence[Batch] = ()) -> torch.Tensor:
         """Computes the mean loss of (B, T) tokens. With `scale`, backward() may follow: of scale * loss. With
-        documents, of a batch on_device(): the sum of those that have a target, over `learned`; 0 of none."""
+        documents, of a batch on_device(): the sum of those that have a target, over `learned`; 0 of none.
+        `following`: the step's next batch, if any, which may begin before that backward."""
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
-        if packed is not self.packed:
-            self.meet(packed)
-        self.tokens = self.by_subsequence(tokens)
-        self.targets = self.by_subsequence(targets) if packed is None else packed.learned
-        self.scale, self.learned = scale, learned
+        passes, self.scale, self.learned = self.swap.passes, scale, learned
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
-        # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
-        self.follow(self.swap.passes.evaluation if scale is None else self.swap.passes.forward)
-        loss, self.loss, self.targets = self.loss, None, []  # the backward needs neither
+        if self.led:
+            self.follow(passes.turns[self.turn].forward)
+        else:
+            self.turn = 0
+            self.take(Batch(tokens, targets, packed))
+            # an evaluation keeps nothing: its layers take turns in the buffers, and only the stream is copied
+            self.follow(passes.evaluation if scale is None else passes.forward)
+        loss, self.loss, self.rows[self.turn].targets = self.loss, None, []  # the backward needs neither
+        self.leads = bool(following and passes.turns)
+        if self.leads:
+            self.take(following[0], 1 - self.turn)
+            self.follow(passes.turns[1 - self.turn].lead)
         return loss
+
+    def take(self, batch: Batch, turn: int = 0) -> None:
+        """Takes a batch whose `turn` it is."""
+        tokens, targets, packed = batch
+        if packed is not self.rows[turn].packed:
+            self.meet(packed, turn)
+        self.rows[turn].tokens = self.by_subsequence(tokens)
+        self.rows[turn].targets = self.by_subsequence(targets) if packed is None else packed.learned
 
     def by_subsequence(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """Cuts (B, T) -> [(B * T_i,)]."""
@@ -251,7 +248,7 @@ class Model(Parameters):
     def hidden(self, tokens: torch.Tensor, read: Callable[[int, torch.Tensor], object]) -> list:
         """Lists read(i, x) of tokens (B, T), where reserve() has taken memory for them. x (n_i, C): the
         last layer's output, of own rows of subsequence i; what comes next writes over it."""
-        self.tokens, self.scale, results = self.by_subsequence(tokens), None, []
+        self.rows[0].tokens, self.scale, results = self.by_subsequence(tokens), None, []
         self.follow(self.swap.passes.evaluation, head=lambda i, x: results.append(read(i, x)))
         self.swap.streams.timeline.clear()  # nobody asks for these times
         return results
@@ -260,8 +257,10 @@ class Model(Parameters):
         """Adds the gradients of the last forward to `grads`. With `last`, of a step's last micro batch,
         those of each bucket leave for the optimizer as soon as they are complete. Where the device has all
         of the stream, `swap.x[0]` is then the gradient of the first layer's input."""
-        self.complete = last
-        self.follow(self.swap.passes.last_backward if last else self.swap.passes.backward)
+        self.complete, passes, led = last, self.swap.passes, self.led
+        ways = passes.turns[self.turn] if led or self.leads else passes
+        self.follow(ways.last_backward if last else ways.backward)
+        self.turn, self.led = (self.turn + self.leads) % 2, self.leads
 
     def follow(self, steps: Schedule, head: Callable[[int, torch.Tensor], None] | None = None) -> None:
         """Executes steps of the schedule: the host launches them in their order, and the waits between
@@ -299,16 +298,18 @@ class Model(Parameters):
         """Finds (label, function, arguments...) of a computing step, a segment of the memory plan."""
         layer, i = step.unit
         (B, T), swap, name = self.shape, self.swap, self.swap.name(step.unit)
+        turn, i = divmod(i, swap.placement.subsequences) if swap.placement.follows else (0, i)
+        of, several = self.rows[turn], len(self.lengths) > 1
         if step.op is Op.ADD:
             return f"{step.kind} {name}", swap.add, step, self.bucket_grads[layer + 1]
         helps = i in swap.placement.guest_of
         block = self.guest_blocks[swap.sizes.table.turn[step.unit]] if helps else self.gpt.blocks[layer]
         s, (x, y), whole = swap.units[step.unit], swap.between[step.unit], swap.whole[step.unit]
         k = swap.placement.number[step.unit]
-        alone = "" if len(self.tokens) == 1 else f" {name}"  # a segment's name
+        alone = f" {name}" * several  # a segment's name
         match step.op:
             case Op.EMBED:
-                return f"embedding{alone}", self.gpt.edges.embed, self.tokens[i], self.positions[i], whole[0]
+                return f"embedding{alone}", self.gpt.edges.embed, of.tokens[i], of.positions[i], whole[0]
             case Op.FORWARD:
                 return f"forward {name}", self.unit_forward, block, x, s, y
             case Op.HEAD if head is not None:
@@ -316,7 +317,7 @@ class Model(Parameters):
             case Op.HEAD:
                 label = "evaluation head" if self.scale is None else "head"
                 mean = self.learned or B * T, self.scale, self.loss  # over the rows of all subsequences
-                return f"{label}{alone}", self.gpt.edges.head, whole[1], self.targets[i], *mean
+                return f"{label}{alone}", self.gpt.edges.head, whole[1], of.targets[i], *mean
             case Op.RECOMPUTE:
                 return f"recompute {name}", block.recompute, s, swap.missing[k]
             case Op.SWEEP:
@@ -324,8 +325,8 @@ class Model(Parameters):
             case Op.BACKWARD:
                 return f"backward {name}", self.unit_backward, block, y, s, x, self.zeroed(step.unit)
             case Op.EMBED_BACKWARD:
-                return f"embedding backward{alone}", self.gpt.edges.embed_backward, self.tokens[i], (
-                    self.positions[i]), whole[0]
+                return f"embedding backward{alone}", self.gpt.edges.embed_backward, of.tokens[i], (
+                    of.positions[i]), whole[0]
         raise ValueError(f"{step.kind} is no step that computes")
 
     def zeroed(self, unit: Unit) -> list[torch.Tensor]:
@@ -336,8 +337,8 @@ class Model(Parameters):
         if not s.pieces or p.lent:  # what helpers add to is 0 by then
             return []
         # what the unit reads and the one behind it does not: of the last all, of others the oldest piece
-        oldest, i = p.key_places.oldest, unit.subsequence
-        end = i + 1 if i == len(self.tokens) - 1 else oldest(Unit(unit.layer, i + 1))
+        oldest, i = p.key_places.oldest, p.forward_order.piece(unit)
+        end = i + 1 if i == len(self.lengths) - 1 else oldest(Unit(unit.layer, i + 1))
         return [t for pair in s.sums[oldest(unit):end] for t in pair]
 
     # With one subsequence the input of a unit lies where the layer below has written it. With several each

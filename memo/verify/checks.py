@@ -251,6 +251,7 @@ class Checks:
         first one of keep as the layout's."""
         kept = list[tuple[str, torch.Tensor]]()
         model, cfg = opened.run.model, opened.run.cfg
+        cfg = replace(cfg, leads=model.cfg.leads)
         if cfg.msp:  # stages help each other as if it were faster, which it may not be here
             self.layout(opened, "in small pieces, with help")
             opened.restart()

@@ -77,7 +77,8 @@ def placements(cfg: Layout, itemsize: int) -> Iterator[tuple[str, Placement, str
     alpha = 0.5 if cfg.alpha == "auto" else cfg.alpha
 
     def placed(mode: str, alpha: float | str = "auto", **way: str) -> tuple[Placement, dict[str, Tensor]]:
-        asked = Layout.of(cfg, activation=mode, alpha=alpha, stage=cfg.stage, shares=cfg.shares)
+        asked = Layout.of(cfg, activation=mode, alpha=alpha, stage=cfg.stage, shares=cfg.shares,
+                          leads=cfg.leads)
         problem = problem_of(asked, itemsize, None, Room(2**34, cpu=True), **way)
         return place_rows(asked, problem)[0], problem.tensors
     for mode in ("keep", "recompute"):
