@@ -260,14 +260,16 @@ def equal_flops(linear: int, square: int, window: tuple[int, float], count: int,
     return [end - first for first, end in pairwise([*ends, count])]
 
 
-def pipeline_line(cfg: Layout) -> str:
-    """Describes the layers of each stage, and how long stages wait for each other; "" for one stage."""
+def pipeline_line(cfg: Layout, sequences: int) -> str:
+    """Describes the layers of each stage, and how long stages wait for each other in a step of so many
+    sequences; "" for one stage."""
     if cfg.pp == 1:
         return ""
-    N = len(subsequence_lengths(cfg))
-    s = "s" * (N > 1)
+    N, follow = len(subsequence_lengths(cfg)), any(cfg.leads)
+    s, slots = "s" * (N > 1), N * (sequences if follow else 1)
     return (f"pipeline    {cfg.pp} stages of {', '.join(map(str, cfg.depths))} layers, {N} subsequence{s}: "
-            f"bubble {cfg.pp - 1}/{N} = {percent((cfg.pp - 1) / N)} of the computing")
+            f"bubble {cfg.pp - 1}/{slots} = {percent((cfg.pp - 1) / slots)} of the computing"
+            + f", {sequences} sequences follow each other" * follow)
 
 
 def subsequences_line(cfg: Layout, chosen: str = "") -> str:

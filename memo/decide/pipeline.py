@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import ceil, fsum, inf
+from math import fsum, inf
 
 from memo.config import msp
 from memo.config.formulas import layer_forward_flops
@@ -249,25 +249,34 @@ def with_room(changed: Sequence[StageFacts], stages: Sequence[StageFacts],
 # computes the first subsequences of the next one: as many as it has time for. So no stage waits between
 # sequences, and a step of M has the bubble of one, (pp - 1) / (N M) of the computing.
 
-LEADS = 1.0, 0.5, 0.25  # parts of these subsequences that are tried, as far as there is room
+LEADS = 1, 2, 3, 4  # that are tried, for each stage that is behind; 3: a backward takes two forwards
+FEWER = 0.999  # at most so much of a step's seconds is left where it is worth to lead more
 
 
-def following(stages: Sequence[StageFacts], placed: Sequence[Placed], number: int) -> list[Placed]:
+def following(stages: Sequence[StageFacts], placed: Sequence[Placed], number: int,
+              typical: Sequence[StageFacts]) -> list[Placed]:
     """Places the activations of stages whose `number` of sequences in a step follow each other; as `placed`
-    where that is not faster, or there is no room for parts of two sequences."""
+    where that is not faster, or there is no room for parts of two sequences. `typical`: see shared()."""
     cfg = stages[0].cfg
     N = len(subsequence_lengths(cfg))
     if min(number, N, cfg.pp) == 1 or any(one.placement.guests for one in placed):
         return list(placed)
-    timed, rates = all(one.timed for one in stages), stages[0].rates
-    ratio = rates.backward_s / rates.forward_s if timed and rates else 1.0
-    for part in LEADS:
-        leads = tuple(min(N, ceil(part * (cfg.pp - 1 - k) * (1 + ratio) - STALL)) for k in range(cfg.pp))
-        led = [replace(one, cfg=replace(one.cfg, leads=leads)) for one in stages]
-        found = with_room(led, stages, placed)
-        if found and (not timed or sequences_s(led, found, number) < sequences_s(stages, placed, number)):
-            return found
-    return list(placed)
+
+    def led(leads: tuple[int, ...]) -> list[StageFacts]:
+        return [replace(one, cfg=replace(one.cfg, leads=leads)) for one in stages]
+    if typical is not stages:
+        judged = with_bubbles(typical, [one.alone() for one in typical])
+        leads = tuple(one.placement.lead for one in following(typical, judged, number, typical))
+        return with_room(led(leads), stages, placed) or list(placed)
+    timed = all(one.timed for one in stages)
+    best, found = sequences_s(stages, placed, number) if timed else inf, list(placed)
+    for each in LEADS if timed else LEADS[2:3]:
+        facts = led(tuple(min(N, each * (cfg.pp - 1 - k)) for k in range(cfg.pp)))
+        if (tried := with_room(facts, stages, placed)) is None:
+            break
+        if not timed or (seconds := sequences_s(facts, tried, number)) < FEWER * best:
+            best, found = seconds if timed else best, tried
+    return found
 
 
 def sequences_s(stages: Sequence[StageFacts], placed: Sequence[Placed], number: int) -> float:

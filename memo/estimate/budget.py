@@ -116,13 +116,13 @@ class Estimate:
         of_kinds = {kind: decided_alone(one) for kind, one in kinds.items()}
         alone, lacks = zip(*(of_kinds[one.cfg.stage_kind] for one in facts), strict=True)
         together = with_bubbles(facts, alone) if cfg.pp > 1 and not any(lacks) else alone
-        if cfg.msp and not any(lacks):
+        micros = regions.micros_of_rank(cfg, world)
+        if (cfg.msp or (cfg.pp > 1 and micros > 1)) and not any(lacks):
             typical = facts if not machine.measured else [
                 modelled_facts(one.cfg, machine.of_its_type, world, one.room, self.documents)
                 for one in facts]
-            together = shared(facts, together, typical)
-        if not any(lacks):
-            together = following(facts, together, regions.micros_of_rank(cfg, world))
+            together = shared(facts, together, typical) if cfg.msp else together
+            together = following(facts, together, micros, typical)
         made = dict[tuple[object, ...], Stage]()
         for stage, placed, lack in zip(facts, together, lacks, strict=True):
             kind = stage.cfg.stage_kind, id(placed)  # what a stage decides for itself all of its kind have
@@ -336,6 +336,9 @@ def stage_bytes(cfg: Layout, itemsize: int, beside: Beside, placed: Placed, lack
     travelling = min(beside.transient, message_bytes(cfg, itemsize))
     lines = [*beside.lines, *regions.activation_lines(cfg, placed[0], itemsize, data),
              Line("transient", "arena of temporary tensors", beside.transient - travelling)]
+    if cfg.documents and placed.placement.follows:  # each of two sequences has its own
+        lines += [line._replace(what=f"{line.what} of a next sequence") for line in beside.lines
+                  if line.region == "positions"]
     lines += [Line("transient", "METP's matrices on their way", travelling)] * bool(travelling)
     lines += [Line("head", "more of it for the head", beside.head)] * bool(beside.head)
     if (lanes := lane_bytes(placed[0])) and not beside.room.cpu:

@@ -183,8 +183,9 @@ class Placement(Surroundings, InOrder):
 
     @property
     def keys_may_leave(self) -> bool:
-        """Says whether keys and values may give way to later ones: layer by layer, or where layers slide."""
-        return self.several and (self.order == "layer" or bool(self.near))
+        """Says whether keys and values may give way to later ones: layer by layer, or where layers slide, not
+        where those of two sequences are there."""
+        return self.several and not self.follows and (self.order == "layer" or bool(self.near))
 
     @property
     def key_places(self) -> KeyPlaces:

@@ -75,7 +75,8 @@ def memory_table(run: Run) -> list[str]:
     cfg, lines, expected = run.cfg, run.lines, run.expected
     unit = "GiB, (estimated)" if expected else "GiB"
     stage = f", stage {cfg.stage}" * (cfg.pp > 1)
-    out = [*filter(None, [pipeline_line(cfg), subsequences_line(cfg, expected.chosen if expected else "")]),
+    out = [*filter(None, [pipeline_line(run.model.cfg, run.model.micro_batches),
+                          subsequences_line(cfg, expected.chosen if expected else "")]),
            f"{'activation  ' + cfg.activation + stage:44}{'device':>9}{'host':>9}   {unit}"]
     last = {line.region: line for line in lines}  # beside which stands the estimate of the whole region
     for line in lines:

@@ -153,15 +153,16 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
     else:  # copies also hide where a stage waits for others
         stages = host.objects(facts)[::peers.size]  # all ranks of a stage have the same
         together = with_bubbles(stages, [one.alone() for one in stages])
+        named = replace(cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
+        of_type = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
+            facts, cfg=named, rates=None)
+        typical = host.objects(of_type)[::peers.size]
         if cfg.msp:
-            named = replace(cfg, attention=model.gpt.attention.name, ops=model.gpt.ops.name)
-            of_type = modelled_facts(named, machine.of_its_type, host.size, room) if machine else replace(
-                facts, cfg=named, rates=None)
-            together = shared(stages, together, host.objects(of_type)[::peers.size])
+            together = shared(stages, together, typical)
             shares = tuple(piece for one in together for piece in one.placement.lent)
             open_lanes(model.mesh, shares, model.device)
             model.cfg = replace(cfg, shares=shares)
-        together = following(stages, together, model.micro_batches)
+        together = following(stages, together, model.micro_batches, typical)
         model.cfg = replace(model.cfg, leads=tuple(one.placement.lead for one in together))
         found = together[cfg.stage]
     model.reserve(B, T, found.placement, streams=streams, pin=pin)
