@@ -27,6 +27,8 @@ LAYOUTS |= {"four": FOUR, "four, cudnn": FOUR | dict(attention="cudnn"),
             "four, metp": FOUR | LAYOUTS["metp"] | dict(block_size=16384),
             "stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1),
             "last stage": IN_ORDER | dict(n_layer=12, pp=3, stage=2),
+            "leading stage": IN_ORDER | dict(n_layer=12, pp=3, stage=1, leads=(3, 1, 0),
+                                             gradient_accumulation_steps=4),
             "helping stage": IN_ORDER | dict(n_layer=8, pp=2, msp=True)}
 COME = dict(states="host", gradient_accumulation_steps=2)
 ENDS_COME = COME | dict(tie_embeddings=False)
@@ -60,6 +62,7 @@ SWAP_WAITS = {"one": COPIES, "four": KEYS, "four, cudnn": KEYS, "four in order":
                         "backward": ("send gradient", "backward"), "send": ("receive", "send"),
                         "send gradient": ("receive", "send gradient")},
               "last stage": {"head": ("receive", "head")},
+              "leading stage": COPIES | {"receive": ("receive", "forward"), "send": ("receive", "send")},
               "helping stage": {"borrow 1 back": ("borrow 1 back", "recompute"),
                                 "take 1": ("take 1", "forward"),
                                 "return 1": ("return 1", "forward"),
@@ -137,6 +140,7 @@ def two_steps(layout, axis_of):
     from memo.config.layout import Layout
     from memo.decide.pipeline import even_shares
     from memo.decide.where import placed
+    from memo.layer.tiles import Batch
     from memo.parallel.mesh import Mesh
     from memo.states.optim import Optimizer
     from memo.states.passes import Model
@@ -166,9 +170,9 @@ def two_steps(layout, axis_of):
     for _ in range(2):
         if copied or cfg.pp > 1:
             model.forward(tokens, tokens)  # an evaluation
-        for last in [False] * (cfg.gradient_accumulation_steps - 1) + [True]:
-            model.forward(tokens, tokens, scale=1.0)
-            model.backward(last)
+        for left in reversed(range(cfg.gradient_accumulation_steps)):
+            model.forward(tokens, tokens, scale=1.0, following=[Batch(tokens, tokens)] * (left > 0))
+            model.backward(left == 0)
         optimizer.clip(1.0)
         optimizer.step(1e-3)
     if copied:
