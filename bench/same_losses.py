@@ -127,9 +127,13 @@ def reproducible(value):
 
 
 def first_difference(old, new, where=""):
-    """The first place where two JSON values differ, and how; None if they are equal to the last bit."""
+    """The first place where two JSON values differ, and how; None if they are equal to the last bit. A key
+    that a tree does not know yet counts as 0."""
     if type(old) is type(new) is dict and old.keys() != new.keys():
-        return f"{where}: only one tree has {', '.join(sorted(old.keys() ^ new.keys()))}"
+        if others := sorted(key for key in old.keys() ^ new.keys() if (old | new)[key]):
+            return f"{where}: only one tree has {', '.join(others)}"
+        old, new = ({key: value for key, value in one.items() if key in old and key in new}
+                    for one in (old, new))
     if type(old) is type(new) is dict:
         parts = [(old[key], new[key], f"{where} {key}".strip()) for key in old]
     elif type(old) is type(new) is list and len(old) == len(new):
