@@ -117,6 +117,9 @@ MUTATIONS = [
     Mutation("key-gradients-of-a-step-before", "memo/states/passes.py",
              "end = i + 1 if i == len(self.lengths) - 1 else", "end = i + 1 if i == 0 else", "layout",
              "--subsequences=3"),
+    Mutation("a-lead-has-the-keys-of-the-sequence-ahead", "memo/schedule/keys.py",
+             "return self.order.home(unit)", "return unit.layer, self.order.piece(unit)", "layout",
+             "--pp=2 --subsequences=4 --gradient_accumulation_steps=2"),
     Mutation("sums-of-a-later-piece", "memo/states/passes.py",  # which had the place before
              "else oldest(Unit(unit.layer, i + 1))", "else 0", "layout",
              "--subsequences=5 --sliding_window=300"),
