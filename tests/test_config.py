@@ -94,14 +94,14 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     (["--n_head=4", "--n_kv_head=8"],
      "n_head=4 % n_kv_head=8 != 0 (each head of keys and values serves equally many of queries); try "
      "n_kv_head=4"),
-    (["--n_head=8", "--n_kv_head=2", "--tp=4"],
-     "n_kv_head=2 % tp=4 != 0 (the heads of keys and values are shared out); try tp=2 with more cp, or "
-     "tensor_parallel=metp"),
+    (["--n_head=12", "--n_kv_head=4", "--n_embd=192", "--tp=6"],
+     "n_kv_head=4 and tp=6: one must divide the other (a rank has whole heads of keys and values, or equally "
+     "many ranks share one); try tp=4 with more cp"),
     (["--tensor_parallel=metp", "--n_head=8", "--tp=3"],
      "n_head=8 % tp=3 != 0 (the heads are shared out); try tp=1"),
     (["--tensor_parallel=metp", "--n_head=12", "--n_kv_head=6", "--n_embd=192", "--tp=4"],
-     "n_kv_head=6 and tp=4: one must divide the other for tensor_parallel=metp (a rank has whole heads of "
-     "keys and values, or an equal part of one); try tp=3 with more cp"),
+     "n_kv_head=6 and tp=4: one must divide the other (a rank has whole heads of keys and values, or equally "
+     "many ranks share one); try tp=3 with more cp"),
     (["--tensor_parallel=metp", "--n_head=8", "--n_kv_head=1", "--head_dim=2", "--n_embd=64", "--tp=4"],
      "n_kv_head*head_dim=2 % tp=4 != 0 (the columns of keys and values are shared out); try tp=2"),
     (["--tensor_parallel=metp", "--n_head=8", "--mlp=swiglu", "--n_inner=150", "--tp=4"],

@@ -171,7 +171,8 @@ CASES = [("pp2", "gpt", 2, "keep"), ("pp2", "rope", 1, "memo"), ("pp2", "llama",
          ("pp3", "gpt", 8, "recompute"), ("pp3", "rope", 3, "swap"), ("pp4", "llama", 4, "memo"),
          ("pp2 tp2", "gpt", 4, "swap"), ("pp2 cp2", "llama", 4, "recompute"), ("pp2 dp2", "rope", 2, "keep"),
          ("pp2 metp2", "llama", 2, "recompute"), ("pp2 tp2 dp2", "rope", 4, "memo"),
-         ("pp2 tp2 cp2", "gpt", 8, "keep"), ("pp4 tp2", "rope", 8, "swap")]
+         ("pp2 tp2 cp2", "gpt", 8, "keep"), ("pp4 tp2", "rope", 8, "swap"),
+         ("pp2 tp4", "llama", 4, "memo")]
 
 
 @pytest.mark.ranks

@@ -170,15 +170,14 @@ def broken_by_layout(cfg: Settings) -> Iterator[str]:
     """Checks that tp and cp divide what they share out."""
     H, Hkv, F, S, tp, cp = cfg.n_head, cfg.kv_heads, cfg.inner_width, cfg.block_size, cfg.tp, cfg.cp
     yield from indivisible("n_head", H, "tp", tp, "the heads are shared out", f"tp={math.gcd(H, tp)}")
+    if Hkv % tp and tp % Hkv:
+        fits = max(n for n in possible_groups(H, Hkv) if n < tp)
+        yield (f"n_kv_head={Hkv} and tp={tp}: one must divide the other (a rank has whole heads of keys and "
+               f"values, or equally many ranks share one); try tp={fits} with more cp")
     if cfg.metp:
         yield from broken_by_metp(cfg)
     elif cfg.head_groups != "auto":
         yield f"head_groups={cfg.head_groups} goes with tensor_parallel=metp only; leave it out"
-    else:
-        # whether tensor_parallel=metp would do with more tp ranks than heads of keys
-        metp = tp % Hkv == 0 and Hkv * cfg.head_width % tp == 0 and cfg.context_parallel == "ring"
-        yield from indivisible("n_kv_head", Hkv, "tp", tp, "the heads of keys and values are shared out",
-                               f"tp={math.gcd(H, Hkv, tp)} with more cp" + ", or tensor_parallel=metp" * metp)
     yield from indivisible("n_inner", F, "tp", tp, "the MLP's columns are shared out",
                            f"tp={math.gcd(H, F, tp)}")
     if cfg.context_parallel == "ulysses":
@@ -251,10 +250,6 @@ def broken_by_metp(cfg: Settings) -> Iterator[str]:
     if cfg.context_parallel == "ulysses" and cfg.cp * tp > 1:
         yield ("tensor_parallel=metp goes with context_parallel=ring only, not ulysses (its keys and values "
                "go round all ranks that share a sequence); try context_parallel=ring")
-    if Hkv % tp and tp % Hkv:
-        fits = max(n for n in possible_groups(H, Hkv) if n < tp)
-        yield (f"n_kv_head={Hkv} and tp={tp}: one must divide the other for tensor_parallel=metp (a rank has "
-               f"whole heads of keys and values, or an equal part of one); try tp={fits} with more cp")
     yield from indivisible("n_kv_head*head_dim", columns, "tp", tp, "the columns of keys and values are "
                            "shared out", f"tp={math.gcd(H, columns, tp)}")
     if G != "auto" and G not in (possible := possible_groups(H, Hkv, tp)):

@@ -29,14 +29,21 @@ KEYS_VALUES = "k", "v"  # what later tokens read; with several subsequences it h
 @dataclass(frozen=True)
 class Parameter:
     """Describes a parameter. `shape`: whole. `split_dim`: the dim along which the tp ranks share it; None:
-    each holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros."""
+    each holds all of it. `init`: normal; residual (normal, divided by sqrt(2 L)); ones; zeros. `most`: parts
+    that it can be cut into; of more ranks neighbours hold copies of the same part. None: any number."""
 
     shape: tuple[int, ...]
     split_dim: int | None = None
     init: str = "normal"
+    most: int | None = None
+
+    def copies(self, tp: int) -> int:
+        """Counts the neighbours of tp ranks that hold the same: part number rank // copies."""
+        return tp if self.split_dim is None else max(1, tp // (self.most or tp))
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        return tuple(n // tp if dim == self.split_dim else n for dim, n in enumerate(self.shape))
+        parts = tp // self.copies(tp)
+        return tuple(n // parts if dim == self.split_dim else n for dim, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class Tensor:
 class Layer:
     """Describes a layer. `parameters`: {name: Parameter}. `skeletal`: in the order in which the forward
     makes the tensors. `operations`: of the forward, in order, but for attention; the last one makes the
-    next layer's input. `heads`: of queries; `kv_heads`: of keys and values; `head_dim`: elements of each."""
+    next layer's input. `heads`: of queries; `kv_heads`: of keys and values, with all copies that tp ranks
+    hold; `head_dim`: elements of each."""
 
     parameters: dict[str, Parameter]
     skeletal: tuple[Skeletal, ...]
@@ -140,18 +148,20 @@ class Layer:
 # --- the families ---
 
 def decoder_parameters(C: int, Q: int, KV: int, D: int, F: int, mlp: str, bias: bool, qkv_bias: bool,
-                       qk_norm: str, norms: list[str]) -> dict[str, Parameter]:
-    """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide. What all ranks hold is last."""
-    qkv = {"q": Q, "k": KV, "v": KV}
+                       qk_norm: str, norms: list[str], most: int | None) -> dict[str, Parameter]:
+    """Lists {name: Parameter} of a decoder_layer, queries Q and keys KV wide, these in at most so many parts.
+    What all ranks hold is last."""
+    qkv = {"q": (Q, None), "k": (KV, most), "v": (KV, most)}
     first, last = (["fc1"], "fc2") if mlp == "gelu" else (["gate", "up"], "down")
-    parameters = {f"{name}_w": Parameter((n, C), 0) for name, n in qkv.items()}
+    parameters = {f"{name}_w": Parameter((n, C), 0, most=most) for name, (n, most) in qkv.items()}
     parameters["proj_w"] = Parameter((C, Q), 1, "residual")
     parameters |= {f"{name}_w": Parameter((F, C), 0) for name in first}
     parameters[f"{last}_w"] = Parameter((C, F), 1, "residual")
     if bias or qkv_bias:
-        parameters |= {f"{name}_b": Parameter((n,), 0, "zeros") for name, n in qkv.items()}
+        parameters |= {f"{name}_b": Parameter((n,), 0, "zeros", most) for name, (n, most) in qkv.items()}
     if qk_norm == "all":
-        parameters |= {f"{name}_norm_w": Parameter((qkv[name],), 0, "ones") for name in "qk"}
+        parameters |= {f"{name}_norm_w": Parameter((n,), 0, "ones", most)
+                       for name, (n, most) in qkv.items() if name != "v"}
     if bias:
         parameters["fc1_b"] = Parameter((F,), 0, "zeros")
         parameters |= {f"{name}_b": Parameter((C,), init="zeros") for name in ("proj", "fc2", *norms)}
@@ -210,8 +220,9 @@ def decoder_tensors(C: int, Q: int, KV: int, F: int, norm: str, mlp: str, rotary
 def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layernorm", mlp: str = "gelu",
                   bias: bool = False, qkv_bias: bool = False, qk_norm: str = "", rope: bool = False,
                   metp: bool = False, subsequences: bool = False, fp8: bool = False,
-                  norms: str = "before") -> Layer:
-    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries.
+                  norms: str = "before", held: int = 0) -> Layer:
+    """Describes x -> mid = x + attention(norm x) -> mid + mlp(norm mid), Hkv heads of keys for H of queries,
+    of which tp ranks hold so many in all, by default each once.
     norms=behind: mid = x + norm(attention(x)), and so on; both: x + norm(attention(norm x)). What a norm
     behind takes is kept. qk_norm: of q and k, over each "head", or "all" heads.
     mlp=gelu: fc2 gelu(fc1 x). mlp=swiglu: down (silu(gate x) * (up x)), geglu: with gelu for silu; the
@@ -221,9 +232,9 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
     what norms behind take.
     subsequences: there are several, so that keys and values are kept whole until the layer's last unit, and
     are no part of what alpha shares out. fp8: inputs of products that nothing else reads are kept in FP8."""
-    Q, KV = H * D, Hkv * D
+    Q, held = H * D, held or Hkv
     turned = rope and not qk_norm  # with norms q and k are kept as they were before these
-    skeletal, output = decoder_tensors(C, Q, KV, F, norm, mlp, turned, norms, fp8)
+    skeletal, output = decoder_tensors(C, Q, held * D, F, norm, mlp, turned, norms, fp8)
     operations = (*(t.made_by for t in skeletal if t.made_by), output)
     if subsequences:
         skeletal = tuple(replace(t, group=None) if t.name in KEYS_VALUES else t for t in skeletal)
@@ -231,8 +242,9 @@ def decoder_layer(C: int, H: int, Hkv: int, D: int, F: int, norm: str = "layerno
         kept = INPUT, ATTENTION, "lse", "proj_out", "mid", "mlp_out", *(KEYS_VALUES if subsequences else ())
         skeletal = tuple(replace(t, split=False) for t in skeletal if t.name in kept)
     places = [*["ln1", "ln2"] * (norms != "behind"), *["post1", "post2"] * (norms != "before")]
-    parameters = decoder_parameters(C, Q, KV, D, F, mlp, bias, qkv_bias, qk_norm, places)
-    return Layer(parameters, skeletal, operations, H, Hkv, D)
+    parameters = decoder_parameters(C, Q, Hkv * D, D, F, mlp, bias, qkv_bias, qk_norm, places,
+                                    None if metp else Hkv)
+    return Layer(parameters, skeletal, operations, H, held, D)
 
 
 def layer_of(cfg: Settings, kind: Kind | None = None) -> Layer:
@@ -240,7 +252,7 @@ def layer_of(cfg: Settings, kind: Kind | None = None) -> Layer:
     rope = kind.rope is not None if kind else cfg.position == "rope"
     return decoder_layer(cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.head_width, cfg.inner_width, cfg.norm,
                          cfg.mlp, cfg.bias, cfg.qkv_bias, cfg.qk_norm_over * cfg.qk_norm, rope, cfg.metp,
-                         cfg.n_subsequences > 1, cfg.matmul == "fp8", cfg.norms)
+                         cfg.n_subsequences > 1, cfg.matmul == "fp8", cfg.norms, cfg.held_kv_heads)
 
 
 # --- the shape of a run ---
@@ -318,7 +330,7 @@ def travelling(cfg: Settings) -> tuple[dict[str, int], dict[str, int]]:
 def keys_dealt(cfg: Settings) -> int:
     """Counts how often each head of keys lies in the pieces of all ranks of cp: Ulysses deals whole heads."""
     ranks = cfg.cp if cfg.context_parallel == "ulysses" else 1
-    return ranks // gcd(cfg.kv_heads // cfg.tp, ranks)
+    return ranks // gcd(cfg.held_kv_heads // cfg.tp, ranks)
 
 
 def shares_heads(heads: int, sharing: int) -> bool:
@@ -333,4 +345,5 @@ def group_heads(cfg: Settings, S: int | None = None) -> int:
         return heads_at_once(rows // cfg.tp, cfg.head_width, cfg.n_head // head_groups(cfg),
                              sharing=cfg.n_head // cfg.kv_heads)
     multiple = cfg.cp if cfg.context_parallel == "ulysses" else 1
-    return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple, cfg.n_head // cfg.kv_heads)
+    return heads_at_once(rows, cfg.head_width, cfg.n_head // cfg.tp, multiple,
+                         cfg.n_head // cfg.held_kv_heads)

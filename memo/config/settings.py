@@ -226,6 +226,12 @@ class Settings:
         return self.n_kv_head or self.n_head
 
     @property
+    def held_kv_heads(self) -> int:
+        """Counts the heads of keys and values that all ranks of tp hold: more ranks than heads hold copies of
+        them, but METP's hold parts."""
+        return self.kv_heads if self.metp else max(self.kv_heads, self.tp)
+
+    @property
     def head_width(self) -> int:
         """Counts D, the elements of a head."""
         return self.head_dim or self.n_embd // self.n_head

@@ -157,7 +157,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
     e, tp, C, D, S = itemsize_of(cfg, machine), cfg.tp, cfg.n_embd, cfg.head_width, tokens_at_once(cfg)
     rows, f = cfg.batch_size * S // cfg.cp, 4 / e  # f: fp32 in units of e
     own, chunk, gathered = chunk_bytes(cfg, e)
-    heads, sharing, sweep = layer.group_heads(cfg, S), cfg.n_head // cfg.kv_heads, 0
+    heads, sharing, sweep = layer.group_heads(cfg, S), cfg.n_head // cfg.held_kv_heads, 0
     group, kv = (rows * n * D * e for n in (heads, -(-heads // sharing)))
     several = heads < cfg.n_head // tp
     # several groups write dq, dk, dv over q, k, v, and sum those of a shared head of keys and values in fp32
@@ -169,7 +169,7 @@ def megatron_layer_bytes(cfg: Layout, machine: Machine) -> float:
         if recompute_sweeps(cfg):
             sweep = rows * C // tp * e + gathered  # the norm of a unit's input
         if cfg.qk_norm or (cfg.context_parallel == "ulysses" and cfg.cp > 1):
-            dout += 2 * rows * cfg.kv_heads * D // tp * e  # keys and values as the layer makes them
+            dout += 2 * rows * cfg.held_kv_heads * D // tp * e  # keys and values as the layer makes them
     product, norm_chunks = chunk * F // C / tp if cfg.mlp != "gelu" else 0, NORM_CHUNKS
     if cfg.ops == "torch" and not machine.cpu:  # a CPU goes by smaller chunks
         product *= 2  # with the gradient of `up`

@@ -179,7 +179,8 @@ class HfWeights:
         """Reads memo's parameter `name`, zeros for rows that memo adds. Errors: DataError: not finite."""
         w, p = self.weights[name], self.parameters[name]
         stored, shape = self.found[w.there], p.local_shape(self.ranks)
-        begins = [n * self.rank if dim == p.split_dim else 0 for dim, n in enumerate(shape)]
+        number = self.rank // p.copies(self.ranks)
+        begins = [n * number if dim == p.split_dim else 0 for dim, n in enumerate(shape)]
         before = begins[0] % w.D  # rows of its first head that another rank has, as METP shares them out
         heads = torch.zeros(-(-(before + shape[0]) // w.D) * w.D, *shape[1:])
         part = heads[before:before + shape[0]]

@@ -15,7 +15,7 @@ from memo.config.layout import Layout
 from memo.schedule.program import coming
 from memo.schedule.states import States
 
-STAGE_KEYS = (*MODEL_KEYS, "pp", "stage")  # that the parameters of a stage depend on
+STAGE_KEYS = (*MODEL_KEYS, "tensor_parallel", "pp", "stage")  # that the parameters of a stage depend on
 ALIGNED_ELEMENTS = 128  # elements: where a layer's parameters begin, and a rank's part of them
 
 
@@ -65,13 +65,9 @@ def model_parameters(cfg: Layout) -> dict[str, Parameter]:
     return named | ({"lnf_b": Parameter((C,), None, "zeros")} if cfg.has_head and cfg.bias else {})
 
 
-def is_shared(p: Location, tp: int) -> bool:
-    """Says whether all tp ranks hold the same parameter."""
-    return tp > 1 and p.whole.split_dim is None
-
-
 def shared_numel(layout: dict[str, Location], tp: int) -> int:
-    return sum(p.end - p.offset for p in layout.values() if is_shared(p, tp))
+    """Counts a rank's elements of what other tp ranks hold too."""
+    return sum(p.end - p.offset for p in layout.values() if p.whole.copies(tp) > 1)
 
 
 def local_layout(cfg: Layout, tp: int, data: int) -> tuple[dict[str, Location], list[tuple[int, int]]]:
@@ -146,9 +142,9 @@ def staged_bytes(cfg: Layout, numel: int, micro_batches: int, itemsize: int) -> 
     return 4 * (numel + 1) + itemsize * numel * (cfg.layers_come and micro_batches > 1)
 
 
-def joined(ranges: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+def joined(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Joins neighbours of the same `what` in [(start, end, what)], which ascend."""
-    joint: list[tuple[int, int, bool]] = []
+    joint: list[tuple[int, int, int]] = []
     for start, end, what in ranges:
         if joint and joint[-1][1:] == (start, what):
             start = joint.pop()[0]

@@ -51,7 +51,8 @@ def local(tensor: torch.Tensor, p: Parameter, axis: Axis) -> torch.Tensor:
     """Views this rank's part of a parameter. `tensor`: all of it, or this part."""
     if p.split_dim is None or tensor.shape == p.local_shape(axis.size):
         return tensor
-    return tensor.chunk(axis.size, p.split_dim)[axis.rank]
+    copies = p.copies(axis.size)
+    return tensor.chunk(axis.size // copies, p.split_dim)[axis.rank // copies]
 
 
 def bias_backward(dy: torch.Tensor, db: torch.Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 Every rank of mesh.replicas has all gradients of its part of the model, and the optimizer's states of its
 piece of each bucket. memo/schedule/states.py says what happens when; Optimizer.work_of does its steps. Also
-summed: pieces of a matrix that two stages hold, over both; gradients of what all tp ranks hold, over these.
+summed: pieces of a matrix that two stages hold, over both; of what several tp ranks hold, over these.
 docs/states.md says what states=sharded (ZeRO-2 and 3) and states=host change. Source: arXiv 1910.02054."""
 
 from collections import defaultdict
@@ -13,12 +13,13 @@ from torch.optim.adamw import adamw
 
 from memo.config.layout import Layout
 from memo.errors import BadState
-from memo.memory.flat import Location, Range, boxes, is_shared, joined, shared_numel, staged_bytes
+from memo.memory.flat import Location, Range, boxes, joined, shared_numel, staged_bytes
 from memo.memory.parameters import Piece, bucket_views
 from memo.memory.slab import HostSlab
 from memo.parallel.tp import local
 from memo.schedule.step import Moved, Op, Step
 from memo.states.passes import Model
+from memo.system.axis import Axis
 from memo.system.launch import rank_name
 
 EPS = 1e-8
@@ -32,6 +33,20 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     rows = flat[:len(flat) // SUMMED * SUMMED].view(-1, SUMMED)
     norms = [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(flat[rows.numel():])[None]]
     return torch.cat(norms).double().square().sum()
+
+
+def sum_copies(tp: Axis, g: torch.Tensor, copies: int) -> torch.Tensor:
+    """Sums gradients g, flat, in place over the tp ranks that hold the same, so many neighbours -> the sum of
+    squares of all that these ranks hold, once. A message is of all parts: a rank has zeros for others'."""
+    if copies == tp.size:
+        return square_sum(tp.sum(g))
+    squares = torch.zeros((), dtype=torch.float64, device=g.device)
+    for own in g.split(CHUNK):
+        every = own.new_zeros(tp.size // copies, len(own))
+        mine = every[tp.rank // copies].copy_(own)
+        squares += square_sum(tp.sum(every).view(-1))
+        own.copy_(mine)
+    return squares
 
 
 def digest(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
@@ -111,26 +126,27 @@ class Optimizer:
         self.norm, self.scale = (torch.zeros((), device=model.device) for _ in range(2))
 
     def find_parts(self, on_host: bool, tp: int) -> None:
-        """Finds Ranges of each bucket: `decays`; `split` over tp ranks; `shared`, which all of these hold."""
-        self.decays: list[list[tuple[Range, bool]]] = []
+        """Finds Ranges of each bucket: `decays`; `split` over tp ranks; `shared`, of which several of these
+        hold the same, with how many."""
+        self.decays: list[list[tuple[Range, int]]] = []
         self.split: list[list[Range]] = []
-        self.shared: list[list[tuple[Range, torch.Tensor]]] = []
+        self.shared: list[list[tuple[Range, torch.Tensor, int]]] = []
         # gradients leave for the host early; in `kept` those of shared parameters wait for clip()
         layout = self.model.layout
         self.kept = free = torch.zeros(shared_numel(layout, tp) if on_host else 0, device=self.model.device)
         for k in range(len(self.own)):
             ps = [(name, p) for name, p in layout.items() if p.bucket == k]
             self.decays.append(self.within(k, joined((p.offset, p.end, len(p.shape) > 1) for _, p in ps)))
-            ranges = self.within(k, joined((p.offset, p.end, is_shared(p, tp)) for name, p in ps
+            ranges = self.within(k, joined((p.offset, p.end, p.whole.copies(tp)) for name, p in ps
                                            if not self.elsewhere(name)))
-            self.split.append([r for r, shared in ranges if not shared])
+            self.split.append([r for r, copies in ranges if copies == 1])
             self.shared.append([])
-            for r in (r for r, shared in ranges if shared):
+            for r, copies in [last for last in ranges if last[1] > 1]:
                 n = r.end - r.start
                 g, free = (free[:n], free[n:]) if on_host else (self.view(self.sums, k, r), free)
-                self.shared[k].append((r, g))
+                self.shared[k].append((r, g, copies))
 
-    def within(self, k: int, ranges: list[tuple[int, int, bool]]) -> list[tuple[Range, bool]]:
+    def within(self, k: int, ranges: list[tuple[int, int, int]]) -> list[tuple[Range, int]]:
         """Cuts [(start, end, what)] to this rank's part of bucket k -> [(Range, what)] of those not empty."""
         own = self.own[k]
         cut = [(max(start, own.start), min(end, own.end), what) for start, end, what in ranges]
@@ -166,8 +182,9 @@ class Optimizer:
         model, tp = self.model, self.model.mesh.weights
         params = bucket_views(model.layout, model.buckets, model.bucket_params)
         for name, p in model.layout.items():
-            shared = is_shared(p, tp.size)
-            part = name if shared or tp.size == 1 else f"{name} of tp rank {tp.rank}"
+            copies = p.whole.copies(tp.size)
+            first = tp.rank - tp.rank % copies  # of the ranks that hold the same
+            part = name if copies == tp.size else f"{name} of tp rank {first}"
             if name == "wpe" and self.elsewhere(name):  # nobody reads it
                 continue
             stays = p.bucket not in self.coming
@@ -178,7 +195,7 @@ class Optimizer:
                 if stays and self.staging is None and self.master is not model.params:
                     for flat in (params[name].view(-1)[a:b], self.master[r.shard]):
                         yield f"{part}[{a}:{b}] and its master weights", digest(flat, model.dtype)
-                if shared or (name == "wte" and self.cfg.ties_stages):
+                if copies > 1 or (name == "wte" and self.cfg.ties_stages):
                     for prefix, flat in self.states().items():
                         yield f"{prefix}.{part}[{a}:{b}]", digest(flat[r.shard])
 
@@ -204,9 +221,10 @@ class Optimizer:
         pieces, tp = [], self.model.mesh.weights
         for name, p in self.model.layout.items():
             dim, shape = p.whole.split_dim, p.whole.shape
-            if saved and ((dim is None and tp.rank > 0) or self.elsewhere(name)):
+            part, copy = divmod(tp.rank, p.whole.copies(tp.size))
+            if saved and (copy > 0 or self.elsewhere(name)):
                 continue
-            first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]
+            first = [n * part if i == dim else 0 for i, n in enumerate(p.shape)]
             for r in self.shard_of(p):
                 at = r.at
                 for row, column, rows, columns in boxes(r.start - p.offset, r.end - p.offset, p.shape[-1]):
@@ -261,7 +279,7 @@ class Optimizer:
     def leave(self, k: int) -> None:
         """Takes this rank's sums of bucket k's gradients from their place on the device, and zeroes that."""
         self.complete(k)
-        for r, g in self.shared[k] if self.staging is not None else ():
+        for r, g, _ in self.shared[k] if self.staging is not None else ():
             g.copy_(self.view(self.grads, k, r))
         self.copy(self.sums[k], self.grads[k])
         self.model.bucket_grads[k].zero_()
@@ -277,7 +295,7 @@ class Optimizer:
     def bring_scale(self) -> None:
         """Copies `scale` to the host, and the gradients of what all tp ranks hold."""
         assert self.staging is not None
-        for r, g in (last for shared in self.shared for last in shared):
+        for r, g, _ in (last for shared in self.shared for last in shared):
             self.copy(self.staging.grads[r.shard], g)
         self.copy(self.staging.scale, self.scale)
 
@@ -300,8 +318,8 @@ class Optimizer:
                 if k not in self.coming:
                     self.complete(k)
         squares = [self.squares]
-        for g in (g for shared in self.shared for _, g in shared):
-            square = square_sum(tp.sum(g))
+        for _, g, copies in (last for shared in self.shared for last in shared):
+            square = sum_copies(tp, g, copies)
             if tp.rank == 0:  # once in a tp group
                 squares.append(square[None])
         self.norm.copy_(world.sum(torch.cat(squares).sum()).sqrt())

@@ -12,7 +12,6 @@ from functools import cache, partial
 import torch
 
 from memo.config.config import Config
-from memo.config.formulas import parameters
 from memo.config.layer import layer_of
 from memo.config.layout import Layout
 from memo.config.settings import Kind, Rope
@@ -22,6 +21,7 @@ from memo.layer.activations import Activations
 from memo.layer.masks import documents
 from memo.layer.tiles import Batch, Meeting, Packed, row_order
 from memo.memory.buffers import Swap, of_sequences
+from memo.memory.flat import bucket_numels
 from memo.memory.parameters import Parameters
 from memo.memory.placement import Placement
 from memo.memory.slab import HostSlab, host_bytes
@@ -372,9 +372,10 @@ class Model(Parameters):
 
 def with_place(cfg: Config, device: torch.device, dtype: torch.dtype) -> Layout:
     """Lays out a model that is not trained: where a GPU has too little room, on the host, with a warning."""
-    needs = dtype.itemsize * parameters(cfg) // cfg.tp
+    on_device = Layout.whole(cfg, states="device")
+    needs = dtype.itemsize * sum(bucket_numels(on_device, 1))
     if device.type != "cuda" or needs <= SHARE * free_bytes(device)[0]:
-        return Layout.whole(cfg, states="device")
+        return on_device
     warn(f"{needs / 2**30:.4g} GiB of parameters do not fit the device: layers come from the host, which "
          "takes time")
     return Layout.whole(cfg, states="host", unit_order="layer")

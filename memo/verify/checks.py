@@ -57,7 +57,10 @@ class Checks:
         self.micros = cfg.micro_batches(self.degrees["dp"])
         self.cfg = replace(cfg, dataset=str(self.folder / "data"), gradient_accumulation_steps=self.micros)
         self.plain = Layout.of(replace(self.cfg, **PLAIN))
-        self.split_dims = {name: p.split_dim for name, p in model_parameters(self.plain).items()}
+        self.whole = Layout.whole(self.cfg)
+        self.copies = {name: p.copies(cfg.tp) for name, p in model_parameters(self.whole).items()}
+        self.split_dims = {name: p.split_dim if self.copies[name] == 1 else None
+                           for name, p in model_parameters(self.whole).items()}
         self.weights = weights(self.plain)
         # where N is left to the run, it is verified with 1 and with several
         self.usual, self.small = (Keys(subsequences=n) if cfg.subsequences == "auto" else {}
@@ -107,7 +110,7 @@ class Checks:
         """Puts all ranks' Parts together, on the first rank; {} on others, and where they do not fit."""
         every = self.told.share(parts)
         try:
-            return together(self.plain, self.cfg.tp, every) if self.first else {}
+            return together(self.whole, self.cfg.tp, every) if self.first else {}
         except ValueError as e:
             self.say(Finding(check, False, f"{what} of {e}"))
             return {}
@@ -284,7 +287,7 @@ class Checks:
     def sent(self, opened: Opened, cfg: Layout, own: list[Part]) -> None:
         """Compares the bytes that each axis has sent with a formula."""
         sent = opened.run.mesh.take_sent_bytes()
-        shared = sum(len(part[3]) for part in own if self.split_dims[part[0]] is None)
+        shared = sum(len(part[3]) * self.cfg.tp // n for part in own if (n := self.copies[part[0]]) > 1)
         batches = [ends for (split, step, _), ends in opened.ends.items() if (split, step) == ("train", 0)]
         split = {name.removeprefix("h.0."): self.weights[name].numel()
                  for name, dim in self.split_dims.items() if dim is not None and name.startswith("h.0.")}

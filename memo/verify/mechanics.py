@@ -183,7 +183,7 @@ def kernel_faults(cfg: Config, device: torch.device, dtype: torch.dtype) -> list
     kernel = for_any_mask(resolve_attention(cfg.attention, device, dtype, cfg.head_width,
                                             window=cfg.window > 0))
     bound, faults = 2e-2 if dtype == torch.bfloat16 else 1e-5, list[str]()
-    heads, g = max(1, cfg.n_head // cfg.kv_heads), torch.Generator().manual_seed(cfg.seed)
+    heads, g = max(1, cfg.n_head // cfg.held_kv_heads), torch.Generator().manual_seed(cfg.seed)
     cases: list[tuple[int, int, bool | Band, int]] = [
         (257, 257, True, 0), (129, 385, False, 0), (131, 131, True, 150)]
     cases += [(n, n, band, 0) for n in (131, 400) for band in (Band(40, 0), Band(0, -1)) if cfg.window]
@@ -249,17 +249,17 @@ def expected_bytes(cfg: Layout, batches: Sequence[Sequence[Sequence[int]]], shar
                    split: dict[str, int], rank: int) -> dict[str, float]:
     """Computes {axis: bytes that a rank sends in a step's passes} with activation=keep, where there is a
     formula. `batches`: of each micro batch of this rank the ends of documents; `shared`: elements that a rank
-    owns of what all tp ranks hold; `split`: {name: elements} of what they share out in a layer; `rank`: of
-    those that share the tokens."""
+    sums over tp ranks that hold the same; `split`: {name: elements} of what they share out in a layer;
+    `rank`: of those that share the tokens."""
     if cfg.shares:  # stages that help send what others have
         return {}
     tp, cp, N, units = cfg.tp, cfg.cp, cfg.n_subsequences, len(cfg.layers) * len(batches)
-    H, Hkv, heads = cfg.n_head // tp, cfg.kv_heads // tp, layer.group_heads(cfg, cfg.block_size)
+    H, Hkv, heads = cfg.n_head // tp, cfg.held_kv_heads // tp, layer.group_heads(cfg, cfg.block_size)
     rows = cfg.batch_size * cfg.block_size // cp
     x, q, kv, lse = (4 * rows * width for width in (
-        cfg.n_embd, H * cfg.head_width, 2 * cfg.kv_heads * cfg.head_width // tp, H))
+        cfg.n_embd, H * cfg.head_width, 2 * cfg.held_kv_heads * cfg.head_width // tp, H))
     # keys go to each group of heads that reads them; of several subsequences they stay, or go once
-    groups, ranks = max(1, cfg.n_head // cfg.kv_heads // heads) if N == 1 else 1, cfg.token_ranks
+    groups, ranks = max(1, cfg.n_head // cfg.held_kv_heads // heads) if N == 1 else 1, cfg.token_ranks
     found, in_layers = dict[str, float](), 10 * x  # 4 messages of x in a layer's forward, 6 in its backward
     # a backward makes keys again as they were before a norm; a norm of all heads sums a number a row, of q
     # and of k, once forward, twice backward

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import NamedTuple
 
 from memo.config.config import Config, as_keys
@@ -110,6 +110,8 @@ def shrink(cfg: Config, world: int, full: bool = False) -> Cut:
                  batch_size=min(cfg.batch_size, 2))
     if cfg.gradient_accumulation_steps != "auto":
         keys["gradient_accumulation_steps"] = dp * min(2, cfg.gradient_accumulation_steps // given["dp"])
+    if cfg.held_kv_heads > cfg.kv_heads:  # as many ranks hold each head of keys, as far as there are some
+        keys["n_kv_head"] = gcd(degrees["tp"], max(1, cfg.kv_heads * degrees["tp"] // cfg.tp))
     keys |= {} if full else cut_widths(cfg, degrees["tp"])
     keys["block_size"], split = cut_tokens(cfg, keys)
     factors = cut_factors(cfg, keys)

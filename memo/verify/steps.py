@@ -171,10 +171,10 @@ class Opened:
                 for what, flat in optimizer.states().items()}
 
     def copies(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Finds {(name, tp rank, or 0 where all have the same): this rank's parameters} that stay here."""
-        model, rank = self.run.model, self.run.mesh.weights.rank
+        """Finds {(name, which part this rank has): this rank's parameters} that stay here."""
+        model, tp = self.run.model, self.run.mesh.weights
         held = bucket_views(model.layout, model.buckets, model.bucket_params)
-        return {(name, 0 if p.whole.split_dim is None else rank): held[name].float().cpu().flatten().clone()
+        return {(name, tp.rank // p.whole.copies(tp.size)): held[name].float().cpu().flatten().clone()
                 for name, p in model.layout.items() if p.bucket not in model.coming and self.reads_it(name)}
 
 
@@ -199,8 +199,8 @@ def together(cfg: Layout, tp: int, ranks: Iterable[list[Part]]) -> Tensors:
     for name, p in described.items():
         if not seen[name].all():
             raise ValueError(f"{name} is not on any rank, or not all of it")
-        if p.split_dim is None and not same_bits(whole[name], whole[name][:1].expand(tp, -1)):
-            raise ValueError(f"{name}, which all tp ranks hold, is not the same on them")
-        parts_ = [part.view(p.local_shape(tp)) for part in whole[name]]
-        whole[name] = parts_[0] if p.split_dim is None else torch.cat(parts_, p.split_dim)
+        held = whole[name].view(-1, p.copies(tp), *p.local_shape(tp))
+        if not same_bits(held, held[:, :1].expand_as(held).contiguous()):
+            raise ValueError(f"{name}, of which several tp ranks hold the same, is not the same on them")
+        whole[name] = held[0, 0] if p.split_dim is None else torch.cat([*held[:, 0]], p.split_dim)
     return whole
