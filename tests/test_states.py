@@ -68,7 +68,8 @@ def test_where_states_are_changes_no_bit(keys, dtype, monkeypatch, one_thread):
 @pytest.mark.ranks
 @pytest.mark.parametrize("text,kind,micro_batches,keys", [
     ("dp2", "ring", 2, {}), ("cp2", "ring", 1, dict(subsequences=4)), ("dp2", "ring", 4, LLAMA),
-    ("tp4 dp2", "ring", 2, LLAMA), ("tp2 cp2 dp2", "ring", 2, {}), ("cp2", "ulysses", 3, dict(activation="swap")),
+    ("tp4 dp2", "ring", 2, LLAMA), ("tp2 cp2 dp2", "ring", 2, {}),
+    ("cp2", "ulysses", 3, dict(activation="swap")),
     ("tp2 cp2", "metp", 1, LLAMA), ("cp3", "ring", 1, dict(block_size=510, activation="recompute"))])
 def test_in_any_layout(text, kind, micro_batches, keys):
     """The sums of several micro batches are made in another order: rounding may differ."""
