@@ -286,8 +286,8 @@ MUTATIONS = [
              "self.steps += k - 1 == self.model.states.in_order[-1]", "self.steps += 1", "optimizer"),
     # --- saved, exported ---
     Mutation("states-saved-as-another-ranks", "memo/states/optim.py",
-             "first = [n * tp.rank if i == dim else 0 for i, n in enumerate(p.shape)]",
-             "first = [n * (tp.size - 1 - tp.rank) if i == dim else 0 for i, n in enumerate(p.shape)]",
+             "first = [n * part if i == dim else 0 for i, n in enumerate(p.shape)]",
+             "first = [n * (tp.size - 1 - part) if i == dim else 0 for i, n in enumerate(p.shape)]",
              "resume", "--tp=2 --subsequences=1"),
     Mutation("moments-not-restored", "memo/states/optim.py",
              "return dict(params=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)",

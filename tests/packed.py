@@ -28,7 +28,7 @@ LENGTHS = [1, 300, 45, 128, 64, 1, 1, 200, 31, 77, 2, 19, 129, 50, 3, 17, 90, 24
 KEYS = dict(n_layer=3, n_head=4, n_embd=32, vocab_size=97, block_size=128, batch_size=2, documents=True,
             gradient_accumulation_steps=2, subsequences=1)
 FAMILIES = dict(gpt=dict(bias=True, position="learned"), qwen=dict(
-    n_kv_head=2, norm="rmsnorm", mlp="swiglu", n_inner=64, qk_norm=True, tie_embeddings=False))
+    n_kv_head=1, norm="rmsnorm", mlp="swiglu", n_inner=64, qk_norm=True, tie_embeddings=False))
 MODES = [dict(activation="keep"), dict(activation="recompute"), dict(activation="memo", alpha=0.5)]
 
 

@@ -15,7 +15,7 @@ from tests.helpers import LLAMA, bound_arena, no_picture
 MODEL = dict(n_layer=4, n_head=4, n_embd=32, block_size=64, position="learned", bias=True, batch_size=2,
              gradient_accumulation_steps=2, max_iters=6, warmup_iters=2, learning_rate=1e-2, alpha=0.5,
              eval_interval=3, eval_iters=2, save_interval=0, device="cpu")
-UNTIED = LLAMA | dict(n_kv_head=4, position="rope", bias=False)
+UNTIED = LLAMA | dict(position="rope", bias=False)
 IN_ORDER = dict(subsequences=2, subsequence_cut="equal", unit_order="subsequence")  # as stages want it
 
 

@@ -87,6 +87,7 @@ def test_a_digest_is_another_one_with_any_bit_and_in_any_other_order(dtype, monk
     (2, dict(tp=2), 1, "exp_avg", "h.1.ln1_w", r"exp_avg\.h\.1\.ln1_w\[0:\d+\]"),  # norms
     (2, dict(tp=2, tensor_parallel="metp", bias="false", position="rope"), 1, "exp_avg_sq", "lnf_w",
      r"exp_avg_sq\.lnf_w\[0:\d+\]"),
+    (4, dict(tp=4, n_kv_head=2), 3, "exp_avg", "h.1.k_w", r"exp_avg\.h\.1\.k_w of tp rank 2\[0:\d+\]"),
     (2, dict(tp=2, optimizer_device="cpu"), 1, "master", "h.3.ln2_w", r"params\.h\.3\.ln2_w\[0:\d+\]"),
     (2, dict(pp=2, **IN_ORDER), 1, "exp_avg", "wte", r"exp_avg\.wte\[0:\d+\]"),  # tied
     (4, dict(tp=2, cp=2), 3, "params", "h.0.proj_w", "h.0.proj_w of tp rank 1")])

@@ -313,7 +313,8 @@ def lines_of_a_rank(host, cfgs):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [dict(tp=2), dict(cp=2), dict(METP, tp=2)])
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, n_kv_head=1), dict(cp=2),
+                                    dict(METP, tp=2)])
 def test_ranks_hold_what_was_estimated(layout):
     cfgs = [Layout(**layout, n_layer=3, n_head=2, n_embd=32, vocab_size=50, block_size=2048, alpha=0.5,
                    subsequences=n, solver="greedy") for n in (1, 8)]

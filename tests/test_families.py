@@ -292,12 +292,14 @@ def test_yarn_of_another_factor_is_told(tmp_path, capsys, hf):
 
 # --- tensor by tensor ---
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3"])  # the last has half a head of keys a rank
-def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
+# of one head of keys a rank has a copy, or by METP half
+@pytest.mark.parametrize("family,use", [("gpt2", "megatron"), ("qwen3", "megatron"), ("phi3", "megatron"),
+                                        ("phi3", "metp")])
+def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family, use):
     own = dict(gpt2={}, qwen3=dict(n_kv_head=2, tie_embeddings=False),
                phi3=dict(n_kv_head=1, tie_embeddings=False, partial_rotary_factor=0.5))
     keys = FAMILIES[family].keys | own[family]
-    cfg = Layout(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, **keys)
+    cfg = Layout(n_layer=2, n_head=4, n_embd=32, vocab_size=200, block_size=S, tensor_parallel=use, **keys)
     made = dict(perturbed_weights(cfg, "cpu"))
     optimizer = Optimizer(Model(GPT, cfg, "cpu", torch.float32), cfg)
     optimizer.load(made.items())
@@ -308,13 +310,14 @@ def test_each_rank_reads_its_part_only(tmp_path, monkeypatch, family):
     monkeypatch.setattr(weights.Stored, "__getitem__",
                         lambda *args: (got := get(*args), read.append(got.numel()))[0])
     parts = [dict(HfWeights(tmp_path / "hf", cfg, rank, 2)) for rank in range(2)]
-    for name, p in model_parameters(cfg).items():
+    described = model_parameters(cfg)
+    for name, p in described.items():
         both = [part[name] for part in parts]
-        assert torch.equal(torch.cat(both, p.split_dim) if p.split_dim is not None else both[0], whole[name])
-        assert torch.equal(made[name], whole[name])
-    split = sum(t.numel() for n, t in whole.items() if model_parameters(cfg)[n].split_dim is not None)
+        assert torch.equal(torch.cat(both, p.split_dim) if p.copies(2) == 1 else both[0], whole[name])
+        assert torch.equal(both[0], both[1]) == (p.copies(2) == 2) and torch.equal(made[name], whole[name])
+    split = sum(t.numel() for n, t in whole.items() if described[n].copies(2) == 1)
     padding = 56 * 32 * (1 if family == "gpt2" else 2)
-    halves = sum(t.numel() for n, t in whole.items() if n.endswith("k_w")) * (family == "phi3")
+    halves = sum(t.numel() for n, t in whole.items() if n.endswith("k_w")) * (use == "metp")
     assert sum(read) == split - padding + halves + 2 * (sum(t.numel() for t in whole.values()) - split)
 
 

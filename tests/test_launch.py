@@ -229,8 +229,9 @@ def resumed(halfway, out, ranks, **keys):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("keys,model,others", [
-    (COME, {}, ("tp4", "one", "pp2 tp2")), (STAGES, {}, ("cp2 dp2", "tp4")), (STAGES, UNTIED, ("pp4",))],
-    ids=["tp2 cp2 sharded", "pp2 tp2", "pp2 tp2 untied"])
+    (COME, {}, ("tp4", "one", "pp2 tp2")), (STAGES, {}, ("cp2 dp2", "tp4")), (STAGES, UNTIED, ("tp4", "pp4")),
+    # of two heads of keys copies are saved once
+    (dict(tp=4), UNTIED, ("pp2 tp2", "one"))], ids=["tp2 cp2 sharded", "pp2 tp2", "pp2 tp2 untied", "tp4"])
 def test_a_checkpoint_is_resumed_in_any_other_layout(tmp_path, ended, keys, model, others):
     halfway, alone = ended(4, **keys, **HALF, **model), ended(**model)
     assert len(list((halfway / "ckpt" / "3").glob("*.distcp"))) == 4

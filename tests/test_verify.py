@@ -53,6 +53,12 @@ def test_a_preset_is_cut_and_keeps_its_structure(preset):
     assert any(line.startswith("block_size") for line in cut)
 
 
+def test_copies_of_a_head_of_keys_are_left():
+    """Of 8 heads that 16 ranks hold twice each, 4 that 8 ranks hold twice."""
+    small = shrink(Config(n_embd=4096, n_head=32, n_kv_head=8, tp=16, vocab_size=1000), 16).cfg
+    assert (small.tp, small.kv_heads, small.held_kv_heads) == (8, 4, 8)
+
+
 def test_full_keeps_widths_and_says_what_it_cuts():
     cfg = Config(n_embd=128, n_head=4, vocab_size=1000, block_size=65536, n_layer=12)
     cut = shrink(cfg, 1, full=True)
