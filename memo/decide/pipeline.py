@@ -265,7 +265,10 @@ def following(stages: Sequence[StageFacts], placed: Sequence[Placed], number: in
     def led(leads: tuple[int, ...]) -> list[StageFacts]:
         return [replace(one, cfg=replace(one.cfg, leads=leads)) for one in stages]
     if typical is not stages:
-        judged = with_bubbles(typical, [one.alone() for one in typical])
+        try:
+            judged = with_bubbles(typical, [one.alone() for one in typical])
+        except OutOfHostMemory:
+            return list(placed)
         leads = tuple(one.placement.lead for one in following(typical, judged, number, typical))
         return with_room(led(leads), stages, placed) or list(placed)
     timed = all(one.timed for one in stages)

@@ -41,10 +41,15 @@ def gpu_decides(cfg: Layout, device: torch.device) -> bool:
     return swaps_layers(cfg) and cfg.finds_alpha and device.type == "cuda"
 
 
+def stages_share(cfg: Layout, world: int) -> bool:
+    """Says whether stages may take memory for each other, or for a next sequence, as far as there is room."""
+    return cfg.msp or (cfg.pp > 1 and regions.micros_of_rank(cfg, world) > 1)
+
+
 def host_limit(cfg: Layout, launch: Launch, itemsize: int) -> int:
     """Counts what a rank has of the host's memory to swap to: its share without what checkpoints are copied
     to, and without master weights, moments and gradients where these live there. Errors: OutOfHostMemory."""
-    if not swaps_layers(cfg) and not cfg.optimizer_on_host and not cfg.msp:
+    if not (swaps_layers(cfg) or cfg.optimizer_on_host or stages_share(cfg, launch.world)):
         return 0
     first = launch.rank - launch.local_rank
     copies = regions.node_bytes(regions.copied_bytes(cfg, launch.world), launch.world,
@@ -91,7 +96,7 @@ def gpu_room(cfg: Layout, model: Model, rates: Rates, limit: int) -> Room:
     """Finds the Room of the fullest GPU beside one layer's transients; without a bound where nothing asks for
     one. Errors: ConfigError where alpha is to be found, and not even two buffers fit at alpha = 0."""
     finds = gpu_decides(cfg, model.device)
-    if not (finds or where.keeps_rows(cfg) or cfg.msp):
+    if not (finds or where.keeps_rows(cfg) or stages_share(cfg, model.mesh.host.size)):
         return Room(limit)
     free, total = (-int(n) for n in model.mesh.peers.max(*(-n for n in free_bytes(model.device))))
     layer, head = rates.transient_bytes, head_bytes(cfg, model.dtype.itemsize)
@@ -128,13 +133,13 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
     documents is measured. Errors: OutOfHostMemory."""
     B, T, pin = cfg.batch_size, cfg.block_size // cfg.cp, cfg.pin_memory
     rates, peers, host, itemsize = None, model.mesh.peers, model.mesh.host, model.dtype.itemsize
-    limit = -int(*peers.max(-limit))
+    limit, share = -int(*peers.max(-limit)), stages_share(cfg, host.size)
     cpu = model.device.type == "cpu" and not gpu_decides(cfg, model.device)
-    asks = (swaps_layers(cfg) and cfg.finds_alpha) or cfg.msp  # how much is free
+    asks = (swaps_layers(cfg) and cfg.finds_alpha) or share  # how much is free
     room = cpu_room(cfg, model, limit) if cpu and asks else Room(limit, cpu=cpu)
     problem = where.with_buffers(cfg, problem_of(cfg, itemsize, None, room), room)
     all_fit = cpu and not problem.n_swapped
-    if (swaps_layers(cfg) and not all_fit) or cfg.msp:
+    if (swaps_layers(cfg) and not all_fit) or cfg.msp or (share and not cpu):
         settle(model.device)
         # a unit's backward follows its forward
         model.reserve_forward(B, T, n_layer=1 + max(model.first_of_kinds), streams=streams, pin=pin)
@@ -166,7 +171,7 @@ def reserve_activations(cfg: Layout, model: Model, limit: int, streams: Streams 
         model.cfg = replace(model.cfg, leads=tuple(one.placement.lead for one in together))
         found = together[cfg.stage]
     model.reserve(B, T, found.placement, streams=streams, pin=pin)
-    if cfg.msp:  # whose stages would post messages in orders of their own
+    if model.cfg.shares:  # these stages would post messages in orders of their own
         train, evaluation = (in_one_order([one.placement.schedule(trains) for one in together])[cfg.stage]
                              for trains in (True, False))
         model.swap.set_passes(passes_of(found.placement.program, model.states, (train, evaluation)))

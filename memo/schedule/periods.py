@@ -69,8 +69,8 @@ def of_few(program: Program, layers: Sequence[int], subsequences: Sequence[int])
     guests, lent = (tuple(piece._replace(layers=len(layers)) for piece in pieces)
                     for pieces in (f.guests, f.lent))
     near = tuple(min(len(subsequences), f.near[layer]) for layer in layers) if f.near else ()
-    few = replace(program, fates=replace(f, guests=guests, lent=lent, near=near), layers=len(layers),
-                  subsequences=len(subsequences))
+    alone = replace(f, guests=guests, lent=lent, near=near, lead=0, early=0)  # no sequence follows
+    few = replace(program, fates=alone, layers=len(layers), subsequences=len(subsequences))
     like = [program.number[Unit(layers[layer], subsequences[i] if i < len(subsequences) else i)]
             for layer, i in few.units]
     n = min(f.n_buffers, len(like))

@@ -218,6 +218,7 @@ class Model(Parameters):
         if self.shape != tokens.shape:
             self.reserve(*tokens.shape)
         passes, self.scale, self.learned = self.swap.passes, scale, learned
+        self.led = self.led and scale is not None  # else a step has been given up
         self.loss = torch.zeros((), device=self.device)  # the head adds to it: no value comes to the host
         if self.led:
             self.follow(passes.turns[self.turn].forward)
