@@ -253,7 +253,7 @@ def test_no_hop_is_made_that_no_rank_needs(tmp_path, lengths, subsequences):
             queries = range(i * unit, (i + 1) * unit)
             hops += len({(owner[q] - owner[k]) % cp for d, of in zip(document, edges, strict=True)
                          for q in queries for k in range(q) if q < of[-1] and d[q] == d[k]} - {0})
-    rows, q, kv = 2 * unit // cp, 4 * 8, 2 * 8  # of both sequences; elements of a row
+    rows, q, kv = 2 * unit // cp, 4 * 8, cfg.kv_heads * 8  # of both sequences; elements of a row
     elements = (q + q + 4) + (3 * q + 4 + q) if subsequences > 1 else 2 * kv + 2 * kv + 2 * kv
     assert first[4] == hops * rows * 4 * elements * cfg.n_layer
     assert hops <= 2 * subsequences * (cp - 1) - (max(lengths) <= chunk)

@@ -180,7 +180,8 @@ def test_a_run_tells_of_its_stages(dataset, tmp_path):
     assert (out / "pipeline.png").exists() and (out / "timeline.png").exists()
     said = (tmp_path / "console0").read_text()
     for text in ("ranks       2: pp=2 dp=1 cp=1 tp=1; ", "activation  memo, stage 0 ",
-                 "pipeline    2 stages of 3, 2 layers, 4 subsequences: bubble 1/4 = 25.0% of the computing\n",
+                 "pipeline    2 stages of 3, 2 layers, 4 subsequences: bubble 1/8 = 12.5% of the "
+                 "computing, 2 sequences follow each other\n",
                  "            0: layers 0 to 2 ", "            1: layers 3 to 4 ", "  bubble 0."):
         assert text in said, (text, said)
 
