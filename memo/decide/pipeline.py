@@ -83,10 +83,9 @@ def with_bubbles(stages: Sequence[StageFacts], alone: Sequence[Placed]) -> list[
         """Places a stage's with this part of the seconds between its subsequences."""
         problem, rates = problems[k], stages[k].rates
         assert rates is not None
-        p = problem.placement
-        others = [*between[k][:p.lead], *[0.0] * len(p.guests)]
-        longer = tuple(s and s + part * more / p.n_layer  # 0: copies hide behind nothing
-                       for s, more in zip(problem.forward_s, [*between[k], *others], strict=True))
+        guests = [0.0] * len(problem.placement.guests)
+        longer = tuple(s and s + part * more / problem.placement.n_layer  # 0: copies hide behind nothing
+                       for s, more in zip(problem.forward_s, [*between[k], *guests], strict=True))
         return Placed(*place_rows(stages[k].cfg, replace(problem, forward_s=longer), rates.recompute_s))
     adaptive = [k for k in problems if copied(of(k, 1.0)) > WORTH * copied(alone[k])]
     if not adaptive:

@@ -73,8 +73,7 @@ def pieces_of(placement: Placement, units: Sequence[UnitRates]) -> list[tuple[Un
     for piece in p.lent:
         parts[piece.subsequence] -= piece.part
     cuts = p.cuts or (p.n_rows,)
-    own = [*zip(units, parts, (n / whole for n, whole in zip(p.lengths, cuts, strict=False)), strict=True)]
-    own = [*own, *own[:p.lead]]
+    own = zip(units, parts, (n / whole for n, whole in zip(p.lengths, cuts, strict=False)), strict=True)
     return [*own, *((units[piece.subsequence], piece.part, piece.rows / cuts[piece.subsequence])
                     for piece in p.guests)]
 

@@ -210,8 +210,8 @@ class Swap:
 
     def name(self, unit: Unit) -> str:
         """Names a unit by its layer; with several subsequences also by its own."""
-        names = (unit.layer, self.placement.forward_order.piece(unit)) if self.placement.follows else unit
-        return ".".join(map(str, names if self.placement.several else unit[:1]))
+        names = unit.layer, self.placement.forward_order.piece(unit)
+        return ".".join(map(str, names if self.placement.several else names[:1]))
 
     # --- what moves ---
 

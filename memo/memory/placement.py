@@ -78,7 +78,7 @@ class Placement(Surroundings, InOrder):
         own = [*(self.cuts or (self.n_rows,))]
         for piece in self.lent:
             own[piece.subsequence] -= piece.rows
-        return *own, *own[:self.lead], *(piece.rows for piece in self.guests)
+        return *own, *(piece.rows for piece in self.guests)
 
     @cached_property
     def partners(self) -> list[int]:
@@ -95,7 +95,7 @@ class Placement(Surroundings, InOrder):
     def part(self, i: int, whole: int | tuple[int, ...]) -> int:
         """Counts rows of a unit of kind i: whole[i], or lengths[i] * whole / n_rows, rounded."""
         if isinstance(whole, tuple):
-            return whole[i % self.subsequences if self.lead else i]
+            return whole[i]
         return rows(whole / self.n_rows, self.lengths[i], SPLIT_ROWS) if self.several else whole
 
     @property
@@ -120,8 +120,7 @@ class Placement(Surroundings, InOrder):
         """Numbers the swapped units of which nothing but the input survives."""
         if not self.input_only:
             return frozenset()
-        kinds = [i % self.subsequences if self.lead else i for i in self.kinds]
-        return frozenset(sorted(range(max(0, self.n_swapped)), key=kinds.__getitem__)[:self.input_only])
+        return frozenset(sorted(range(max(0, self.n_swapped)), key=self.kinds.__getitem__)[:self.input_only])
 
     def buffers_of(self, name: str) -> list[tuple[int, int]]:
         """Lists (first row, rows) of each buffer of a tensor, from the begin of the tensor's memory."""
@@ -144,7 +143,6 @@ class Placement(Surroundings, InOrder):
         if not isinstance(kept, tuple):
             kind = {length: i for i, length in enumerate(lengths)}  # to count for each length once
             kept = tuple(map({n: self.part(i, kept) for n, i in kind.items()}.__getitem__, lengths))
-        kept = kept[:len(lengths) - self.lead] + kept[:self.lead]  # led units are like the others
         # neighbours take turns: neither may reach into what the other keeps
         (_, even), (_, odd), pairs = *found, self.forward_order.neighbours
         span = max(even, odd, *(max(lengths[i] + kept[j], lengths[j] + kept[i]) for i, j in pairs))

@@ -73,8 +73,8 @@ class ForwardOrder:
     @cached_property
     def kinds(self) -> list[int]:
         guests = (guest_number(piece, self.subsequences) for piece in self.guests)
-        kind = {number: k for k, number in enumerate([*range(self.subsequences + self.lead), *guests])}
-        return [kind[i] for _, i in self.units]
+        kind = {number: k for k, number in enumerate([*range(self.subsequences), *guests])}
+        return [kind[self.piece(unit)] for unit in self.units]
 
     @cached_property
     def neighbours(self) -> set[tuple[int, int]]:
